@@ -1,0 +1,82 @@
+"""The arrays that pass between the parts of fastrl. This is the shape legend of the whole package.
+
+T time (rows of a rollout), N envs, B batch, A actions, C H W image channels/height/width, S flat state size,
+L tokens, D features. Arrays are NumPy unless a field says torch; `bool` masks are NumPy bool.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class Step(NamedTuple):
+    """What `VecEnv.step` returns: one row for each of N envs.
+
+    A row is exactly one of running, ended (`terminated` and/or `truncated`) or reset (`was_reset`).
+    """
+
+    obs: np.ndarray
+    """[N, *obs_shape] obs_dtype. On an ended row the terminal observation; on a reset row the first of a new episode."""
+    rewards: np.ndarray
+    """[N] float32: what the agent learns from (clipped when `clip_rewards`); 0 on a reset row."""
+    raw_rewards: np.ndarray
+    """[N] float32: the game's own reward, never clipped; 0 on a reset row."""
+    terminated: np.ndarray
+    """[N] bool: the episode reached a terminal state (with `episodic_life`, a lost life). No bootstrap."""
+    truncated: np.ndarray
+    """[N] bool: a time limit cut the episode. Bootstrap from V(obs). Never set together with `terminated`."""
+    was_reset: np.ndarray
+    """[N] bool: the action of this step was ignored and the env began a new episode. Not a transition: mask it."""
+    lives: np.ndarray
+    """[N] int32: lives left, 0 where the env has none."""
+    game_over: np.ndarray | None = None
+    """[N] bool: the whole game ended (not merely a life). None means: the same as `terminated`."""
+
+
+class Episode(NamedTuple):
+    """One finished whole game."""
+
+    return_: float
+    """Sum of raw rewards from reset to game over or truncation."""
+    length: int
+    """Agent steps."""
+    env: int
+    """Index of the env that played it."""
+
+
+class Rollout(NamedTuple):
+    """T steps of N envs, in torch tensors on the learner's device; obs[t] led to actions[t], which gave rewards[t]."""
+
+    obs: torch.Tensor
+    """[T, N, *obs_shape]"""
+    actions: torch.Tensor
+    """[T, N] int64"""
+    logprobs: torch.Tensor
+    """[T, N] float32: log pi(actions | obs) of the policy that acted."""
+    values: torch.Tensor
+    """[T + 1, N] float32: V(obs[t]); the last row is V of the observation after the rollout."""
+    rewards: np.ndarray
+    """[T, N] float32"""
+    terminated: np.ndarray
+    """[T, N] bool"""
+    truncated: np.ndarray
+    """[T, N] bool"""
+    valid: np.ndarray
+    """[T, N] bool: False where the step was an autoreset (`Step.was_reset`)."""
+
+
+class Minibatch(NamedTuple):
+    """B transitions of a rollout in torch tensors, as `losses.ppo_loss` takes them. Shape [B] float32 unless stated."""
+
+    obs: torch.Tensor
+    """[B, *obs_shape]"""
+    actions: torch.Tensor
+    """[B] int64"""
+    logprobs: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+    """V(obs) when the rollout was collected."""
