@@ -58,10 +58,12 @@ class AleEnv(VecEnv):
         obs, rewards, terminated, truncated, info = self._envs.step(actions)
         raw_rewards = rewards.astype(np.float32)
         was_reset = self._game_ended
-        # terminated also stands for a lost life when those are asked for.
         game_over = terminated & ~truncated
         if self._config.episodic_life:
-            game_over &= info["lives"] == 0
+            # terminated marks lost lives as well. Adventure's game ends with its one life still shown.
+            life_lost = (info["lives"] < self._lives) & (info["lives"] > 0)
+            game_over &= ~life_lost
+        self._lives = info["lives"]
         self._game_ended = game_over | truncated
         self._age = np.where(was_reset, 0, self._age + 1)
         return Step(
@@ -85,4 +87,3 @@ class AleEnv(VecEnv):
                 first = obs.shape[1] - 1 - self._age[env]
                 obs[env, :first] = obs[env, first]
         return obs
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -47,9 +48,10 @@ class EnvConfig:
     """
 
     env_id: str = "ALE/Pong-v5"
-    """Environment: ALE/Pong-v5 or Pong-v5 (any Atari game), CartPole-v1, or another Gymnasium id with discrete actions."""
+    """Environment: ALE/Pong-v5 or Pong-v5 (any Atari game), CartPole-v1, or any Gymnasium env with discrete actions
+    (module:Name-v0 imports the module that registers it)."""
     backend: Literal["envpool", "ale", "gymnasium"] = "envpool"
-    """What steps it: envpool (batched C++), ale (ale-py's own batched C++, Atari only), gymnasium (the plain reference)."""
+    """What steps it: envpool (batched C++), ale (ale-py's batched C++, Atari only), gymnasium (the plain reference)."""
     env_setting: Literal["v5", "baselines"] = "v5"
     """Atari defaults: v5 (sticky 0.25, whole games, raw reward) or baselines (no-ops, FIRE, lives, clipped reward)."""
     frame_skip: int | None = None
@@ -59,8 +61,8 @@ class EnvConfig:
     sticky: float | None = None
     """Probability that the emulator repeats the previous action (Atari; v5 0.25, baselines 0)."""
     noop_max: int | None = None
-    """Random no-op frames at most when a game starts (Atari; v5 0, baselines 30). EnvPool always plays at least one
-    no-op or FIRE frame."""
+    """Random no-op frames at most when a game starts (Atari; v5 0, baselines 30). EnvPool plays one no-op frame for 0
+    unless it presses FIRE."""
     fire_reset: bool | None = None
     """Press FIRE once when a game starts, where the game has that button (Atari; v5 no, baselines yes)."""
     episodic_life: bool | None = None
@@ -72,16 +74,16 @@ class EnvConfig:
     max_episode_frames: int | None = None
     """Emulator frames after which a game is truncated, rounded up to whole agent steps (Atari; 108000)."""
     max_pool: bool | None = None
-    """Observe the maximum of the last two emulator frames (Atari). EnvPool always does when frame_skip > 1; the others do
+    """Observe the maximum of the last two emulator frames (Atari). EnvPool always does when frame_skip > 1, the others
     with baselines only."""
     threads: int | None = None
-    """Threads that step envs (envpool and ale; the cores this process may use)."""
+    """Threads that step envs (envpool and ale; as many as cores this process may use, at most one per env)."""
     stack_padding: Literal["repeat", "zero"] = "repeat"
     """What fills a new episode's frame stack: its first frame, or zeros (not envpool; for parity tests)."""
     autoreset: Literal["next_step", "same_step"] = "next_step"
     """next_step: a done row shows the terminal observation and the following row is the reset. same_step: a done row
-    already shows the new episode (gymnasium only, with --time-limit silent, since it has no room for the observation that
-    a truncation bootstraps from)."""
+    already shows the new episode, so there is no observation left that a truncation could bootstrap from (gymnasium
+    only, with --time-limit silent)."""
     time_limit: Literal["truncate", "silent"] = "truncate"
     """silent: ignore the env's own time limit, and reset unmarked after loop_cap_steps (gymnasium only)."""
     loop_cap_steps: int = 100_000
@@ -103,7 +105,7 @@ class EnvConfig:
                 if getattr(self, name) == value:
                     raise ValueError(f"{name}={value!r} needs --backend gymnasium, got backend {self.backend!r}")
         if self.autoreset == "same_step" and self.time_limit != "silent":
-            raise ValueError("autoreset='same_step' loses the last observation of a truncated episode: add --time-limit silent")
+            raise ValueError("autoreset='same_step' loses the observation a truncation needs: add --time-limit silent")
         if self.backend == "envpool" and self.stack_padding == "zero":
             raise ValueError("stack_padding='zero' cannot be had from EnvPool: use --backend ale or gymnasium")
 
@@ -121,7 +123,9 @@ class EnvConfig:
         Raises: ValueError if the env is unknown, or a flag does not apply to this env or backend.
         """
         check_env_id(self.env_id)
-        filled: dict[str, Any] = dict(threads=available_cores())
+        if self.backend == "gymnasium" and self.threads not in (None, 1):
+            raise ValueError(f"backend 'gymnasium' steps in one thread, got threads {self.threads}: leave it out")
+        filled: dict[str, Any] = dict(threads=1 if self.backend == "gymnasium" else available_cores())
         if self.atari_game:
             filled |= ATARI_COMMON | ATARI_SETTINGS[self.env_setting]
             frame_skip = self.frame_skip or filled["frame_skip"]
@@ -129,8 +133,8 @@ class EnvConfig:
             filled["max_pool"] = pooled
             if self.backend == "envpool" and self.max_pool not in (None, pooled):
                 raise ValueError(
-                    f"max_pool={self.max_pool} with frame_skip {frame_skip} cannot be had from EnvPool, which pools exactly "
-                    "when frame_skip > 1: use --backend ale or gymnasium"
+                    f"max_pool={self.max_pool} with frame_skip {frame_skip} cannot be had from EnvPool, which pools "
+                    "exactly when frame_skip > 1: use --backend ale or gymnasium"
                 )
         else:
             _check_not_atari(self)
@@ -143,9 +147,9 @@ class VecEnv(ABC):
 
     After an ended row (`terminated` of the whole game, or `truncated`) the next `step` ignores that env's action and
     answers with the first observation of a new episode, `was_reset` set and reward 0. After a lost life
-    (`terminated` without `game_over`) the game goes on; `was_reset` of the next row says whether that backend ignored the
-    action there. Every row is one of running, life lost, terminated, truncated, reset; a step that reaches its time
-    limit is `truncated`, whatever else happened on it. Returned arrays are never written to again.
+    (`terminated` without `game_over`) the game goes on; `was_reset` of the next row says whether that backend ignored
+    the action there. Every row is one of running, life lost, terminated, truncated, reset; a step that reaches its
+    time limit is `truncated`, whatever else happened on it. Returned arrays are never written to again.
     """
 
     num_envs: int
@@ -222,8 +226,8 @@ def check_actions(actions: Any, num_envs: int, num_actions: int) -> np.ndarray:
     """actions as int32 [N], each in [0, num_actions).
 
     Accepts NumPy integer arrays, CPU torch integer tensors and lists of ints.
-    Raises: ValueError on another shape or dtype, or an action out of range. Native code would abort, hang or read out of
-    bounds instead.
+    Raises: ValueError on another shape or dtype, or an action out of range. Native code would abort, hang or read out
+    of bounds instead.
     """
     array = np.asarray(actions)
     if array.dtype.kind not in "iu":
@@ -239,12 +243,20 @@ def check_actions(actions: Any, num_envs: int, num_actions: int) -> np.ndarray:
 def available_cores() -> int:
     """Cores this process may use: its CPU affinity, and the CPU quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota_file = Path("/sys/fs/cgroup/cpu.max")
-    if quota_file.exists():
-        quota, period = quota_file.read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
+    for quota in _cgroup_quotas():
+        cores = min(cores, max(1, int(quota)))
     return cores
+
+
+def _cgroup_quotas(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[float]:
+    """CPU limits, in cores, of this process's control group (version 2) and the groups around it."""
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), None)
+    if group is None:
+        return []
+    limits = [root / part / "cpu.max" for part in (Path(group), *Path(group).parents)]
+    limits = [limit.read_text().split() for limit in limits if limit.exists()]
+    return [int(quota) / int(period) for quota, period in limits if quota != "max"]
 
 
 def atari_game(env_id: str) -> str | None:
@@ -261,20 +273,29 @@ def rom_name(game: str) -> str:
 def check_env_id(env_id: str) -> None:
     """Raise a ValueError that suggests the likely name unless env_id is an Atari game or a registered Gymnasium env."""
     registry = _registry()
+    if ":" in env_id:
+        module, _, env_id = env_id.partition(":")
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f"env_id {module}:{env_id} names a module that cannot be imported: {error}") from error
     if atari_game(env_id):
         return
+    old_atari = {name for name, spec in registry.items() if "ale_py" in str(spec.entry_point) and "ALE/" not in name}
+    if env_id in old_atari:
+        raise ValueError(
+            f"env_id {env_id!r} is an old Atari name: write ALE/<Game>-v5, for example ALE/Pong-v5 "
+            "(--env-setting baselines gives the NoFrameskip convention)"
+        )
     if env_id in registry:
-        if "ale_py" in str(registry[env_id].entry_point):
-            raise ValueError(
-                f"env_id {env_id!r} is an old Atari name: write ALE/<Game>-v5, for example ALE/Pong-v5 "
-                "(--env-setting baselines gives the NoFrameskip convention)"
-            )
         return
-    # A name without the ALE/ prefix is compared with games that have none.
-    names = [name for name in registry if name.startswith("ALE/") == env_id.startswith("ALE/")]
-    names += [] if env_id.startswith("ALE/") else [n.removeprefix("ALE/") for n in registry if n.startswith("ALE/")]
-    close = difflib.get_close_matches(env_id, names, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else "see gymnasium.pprint_registry() for the names"
+    names = sorted(registry.keys() - old_atari)
+    if not env_id.startswith("ALE/"):
+        names = [name.removeprefix("ALE/") for name in names]
+    close = difflib.get_close_matches(env_id, names, n=3, cutoff=0.75)
+    hint = (
+        f"did you mean {' or '.join(close)}?" if close else "python -c 'import gymnasium; gymnasium.pprint_registry()'"
+    )
     raise ValueError(f"env_id {env_id!r} is unknown: {hint}")
 
 
@@ -294,12 +315,15 @@ def _check_not_atari(config: EnvConfig) -> None:
             f"backend 'envpool' steps Atari games and {', '.join(ENVPOOL_CLASSIC)}, got env_id {config.env_id!r}: "
             "use --backend gymnasium"
         )
+    atari_only = {name: getattr(config, name) for name in ATARI_ONLY if getattr(config, name) is not None}
     if config.env_setting != "v5":
-        raise ValueError(f"env_setting {config.env_setting!r} is for Atari games, got env_id {config.env_id!r}: leave it out")
-    for name in ATARI_ONLY:
-        if getattr(config, name) not in (None, NEUTRAL[name]):
+        atari_only["env_setting"] = config.env_setting
+    if config.backend == "envpool" and config.stack not in (None, 1):
+        atari_only["stack"] = config.stack
+    for name, value in atari_only.items():
+        if value != NEUTRAL.get(name):
             flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} is for Atari games, got {getattr(config, name)} for {config.env_id}: leave it out")
+            raise ValueError(f"{flag} does not apply to {config.env_id}, got {value}: leave it out")
 
 
 def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:

@@ -11,7 +11,8 @@ from fastrl.types import Step
 
 # EnvPool keeps only the upper 210 rows of these games' screens.
 TALL_SCREENS = (
-    "Adventure AirRaid Carnival JourneyEscape KeystoneKapers KingKong Klax LaserGates MrDo Pacman Pooyan SirLancelot SpaceWar"
+    "Adventure AirRaid Carnival JourneyEscape KeystoneKapers KingKong Klax LaserGates MrDo Pacman Pooyan SirLancelot "
+    "SpaceWar"
 ).split()
 
 

@@ -49,6 +49,7 @@ class EpisodeStats:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the games of a `state_dict` of as many envs."""
         if len(state["returns"]) != len(self._returns):
-            raise ValueError(f"state has {len(state['returns'])} envs, expected {len(self._returns)}: use the same --num-envs")
+            got, expected = len(state["returns"]), len(self._returns)
+            raise ValueError(f"state has statistics of {got} envs, expected {expected}: use the same --num-envs")
         self._returns[:] = state["returns"].numpy()
         self._lengths[:] = state["lengths"].numpy()

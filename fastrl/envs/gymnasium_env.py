@@ -34,7 +34,9 @@ class GymnasiumEnv(VecEnv):
         shape = self._envs[0].obs_shape
         self._is_image = len(shape) == 2
         if not self._is_image and config.stack not in (None, 1):
-            raise ValueError(f"stack is for image envs, got {config.stack} for {config.env_id} with observations {shape}")
+            raise ValueError(
+                f"stack is for images, got {config.stack} for {config.env_id} with vectors {shape}: leave it out"
+            )
         self.obs_shape = ((config.stack or 4), *shape) if self._is_image else shape
         self.obs_dtype = np.dtype(np.uint8 if self._is_image else np.float32)
         self._obs = np.zeros((self.num_envs, *self.obs_shape), self.obs_dtype)
@@ -94,7 +96,7 @@ class GymnasiumEnv(VecEnv):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if tuple(state["obs"].shape) != self._obs.shape:
             got, expected = tuple(state["obs"].shape), self._obs.shape
-            raise ValueError(f"state has observations {got}, expected {expected}: use the env flags that it was saved with")
+            raise ValueError(f"state has observations {got}, expected {expected}: use the env flags it was saved with")
         for env, blob in zip(self._envs, state["envs"], strict=True):
             env.restore(blob.numpy().tobytes())
         self._seeds = list(state["seeds"])
@@ -278,8 +280,8 @@ class PlainEnv:
         is_box = isinstance(observations, gymnasium.spaces.Box)
         if not is_box or not (is_image(observations) or len(observations.shape) == 1):
             raise ValueError(
-                f"env_id {env_id!r} has observations {observations}; fastrl takes Box vectors, or uint8 images [H, W] or "
-                "[H, W, 1 or 3]"
+                f"env_id {env_id!r} has observations {observations}; fastrl takes Box vectors, or uint8 images "
+                "[H, W] or [H, W, 1 or 3]"
             )
 
 
