@@ -25,4 +25,23 @@ void gae(const double* rewards, const double* values, const double* next_values,
          const bool* truncated, std::size_t num_steps, std::size_t num_envs, double gamma, double gae_lambda,
          double* advantages);
 
+/// Self-attention of narrow heads (Vaswani et al. 2017, arXiv:1706.03762, eq. 1), never storing a score.
+///
+///     out[b, i, h] = sum_j softmax_j(q[b, i, h] . k[b, j, h] / sqrt(width)) v[b, j, h]
+///
+/// qkv is [batch, length, 3, num_heads, width]: q, k and v as one linear layer gives them. out is [batch, length,
+/// num_heads, width]. stats is [batch, length, 2, num_heads], for the backward pass: the greatest score of a row, in
+/// units of log(2), and 1 / sum_j exp(score - greatest).
+/// width must be 1, 2, 4 or 8. Samples are shared among up to num_threads threads; the result does not
+/// depend on how many. O(batch * num_heads * length^2 * width) time; per thread O(length * width) memory.
+/// A NaN or infinite input gives NaN in the rows it reaches.
+void attention_forward(const float* qkv, std::size_t batch, std::size_t length, std::size_t num_heads,
+                       std::size_t width, int num_threads, float* out, float* stats);
+
+/// The gradient of attention_forward: grad_qkv, shaped as qkv, from grad_out, shaped as out. The scores are computed
+/// again from qkv and stats.
+void attention_backward(const float* qkv, const float* out, const float* stats, const float* grad_out,
+                        std::size_t batch, std::size_t length, std::size_t num_heads, std::size_t width,
+                        int num_threads, float* grad_qkv);
+
 }  // namespace fastrl
