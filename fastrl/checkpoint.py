@@ -54,7 +54,8 @@ def save_run(
     """Write `checkpoints/step_<step>.pt` of a run, move its links, remove what is old.
 
     `checkpoints/latest` points to this file afterwards, and `checkpoints/best` too if `is_best`. The `keep` newest
-    files and the targets of both links stay; temporary files of killed saves go.
+    files and the targets of both links stay. Temporary files of killed saves go, and so do files of later steps: they
+    belong to what a run did before it was resumed from an earlier checkpoint.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1 checkpoint, got {keep}")
@@ -67,24 +68,15 @@ def save_run(
     _link(folder / "latest", path.name)
     if is_best:
         _link(folder / "best", path.name)
+    files = _step_files(folder)
+    abandoned = [file for file in files if _step(file) > step]
     linked = {os.readlink(folder / name) for name in ("latest", "best") if (folder / name).is_symlink()}
-    for old in _step_files(folder)[keep:]:
-        if old.name not in linked:
-            old.unlink()
+    old = [file for file in files[len(abandoned) + keep :] if file.name not in linked]
+    for file in abandoned + old:
+        file.unlink()
+    if not (folder / "best").exists():
+        (folder / "best").unlink(missing_ok=True)  # it pointed to an abandoned file
     return path
-
-
-def rewind(run_dir: str | os.PathLike[str], step: int) -> None:
-    """Remove the checkpoints of a run that lie after `step`, when the run goes on from there and makes them anew."""
-    folder = Path(run_dir) / "checkpoints"
-    for path in _step_files(folder):
-        if _step(path) > step:
-            path.unlink()
-    for link in (folder / "latest", folder / "best"):
-        if link.is_symlink() and not link.exists():
-            link.unlink()
-    if (folder / f"step_{step}.pt").exists():
-        _link(folder / "latest", f"step_{step}.pt")
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:

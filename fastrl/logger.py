@@ -100,9 +100,10 @@ class RunLogger:
     def num_episodes(self) -> int:
         return self._num_episodes
 
-    def info(self, text: str) -> None:
-        """A message for people: on the terminal, and in log.txt with the time."""
-        self._progress.print(text)
+    def info(self, text: str, *, show: bool = True) -> None:
+        """A message for people: on the terminal if `show`, and in log.txt with the time."""
+        if show:
+            self._progress.print(text)
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self._log.writelines(f"{stamp}  {line}\n" for line in text.splitlines())
         self._log.flush()
@@ -139,18 +140,15 @@ class RunLogger:
         self._progress.show(row, phase_seconds, self.recent_return, self._num_episodes)
 
     def evaluation(self, global_step: int, episodes: Sequence[Episode]) -> None:
-        """Record the games of one evaluation of the policy at `global_step`. `std` is the population's (ddof 0)."""
+        """Record the games of one evaluation of the policy at `global_step`, see `summary`."""
         if not episodes:
             self.info(f"evaluation at step {global_step:,}: no episode finished within the step limit")
             return
-        returns = np.array([episode.return_ for episode in episodes])
-        length = float(np.mean([episode.length for episode in episodes]))
-        spread = returns.mean(), returns.std(), returns.min(), returns.max()
-        row = (global_step, len(episodes), *(_short(value) for value in (*spread, length)))
+        mean, std, low, high, length = values = tuple(summary(episodes).values())
+        row = (global_step, len(episodes), *map(_short, values))
         self._evaluations.write(",".join(map(str, row)) + "\n")
         self._evaluations.flush()
-        self._scalars(global_step, {"eval/episodic_return": float(returns.mean()), "eval/episodic_length": length})
-        mean, std, low, high = spread
+        self._scalars(global_step, {"eval/episodic_return": mean, "eval/episodic_length": length})
         self.info(
             f"evaluation at step {global_step:,}: mean return {mean:.1f} "
             f"(std {std:.1f}, min {low:.1f}, max {high:.1f}, {len(episodes)} episodes)"
@@ -297,6 +295,14 @@ class _Progress:
             phases = "  ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self._phases.items())
             facts.add_row(Text("last iteration", style="dim"), Text(phases))
         return Group(head, facts)
+
+
+def summary(episodes: Sequence[Episode]) -> dict[str, float]:
+    """mean, std (the population's, ddof 0), min, max of the returns, and mean_length; of at least one episode."""
+    returns = np.array([episode.return_ for episode in episodes])
+    spread = {"mean": returns.mean(), "std": returns.std(), "min": returns.min(), "max": returns.max()}
+    spread["mean_length"] = np.mean([episode.length for episode in episodes])
+    return {name: float(value) for name, value in spread.items()}
 
 
 def _tag(key: str) -> str:

@@ -86,6 +86,13 @@ class GymnasiumEnv(VecEnv):
         for env in self._envs:
             env.close()
 
+    def render(self, env: int) -> np.ndarray:
+        """The screen of one env in its true colours, as it is now: uint8 [H, W, 3].
+
+        Raises: ValueError if the env draws no pictures, or a package for that is missing.
+        """
+        return self._envs[env].render()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "envs": [_to_tensor(env.state()) for env in self._envs],
@@ -203,6 +210,9 @@ class AtariEnv:
                 break
         return Played(_shrink(np.maximum.reduce(screens[-2:])), total, over, cut, info["lives"])
 
+    def render(self) -> np.ndarray:
+        return self._ale.getScreenRGB()
+
     def state(self) -> bytes:
         return pickle.dumps((self._env.unwrapped.clone_state(include_rng=True), self._noop_rng))
 
@@ -254,6 +264,19 @@ class PlainEnv:
     def step(self, action: int) -> Played:
         obs, reward, over, cut, _ = self._env.step(self._first_action + action)
         return Played(self._prepare(obs), float(reward), bool(over), bool(cut), 0)
+
+    def render(self) -> np.ndarray:
+        import gymnasium
+
+        # Asked for only now, as in some envs being ready to draw slows every step down.
+        self._env.unwrapped.render_mode = "rgb_array"
+        try:
+            screen = self._env.render()
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise ValueError(f"the pictures of {self._env.spec.id} need a package that is missing: {error}") from error
+        if not isinstance(screen, np.ndarray):
+            raise ValueError(f"{self._env.spec.id} draws no pictures (render_mode rgb_array)")
+        return screen
 
     def state(self) -> bytes:
         return pickle.dumps(self._env)
