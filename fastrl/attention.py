@@ -1,8 +1,8 @@
 """Self-attention of many narrow heads, as one fused operator.
 
-With heads of width 2, matrix kernels spend their time on moving scores. `fused` runs a C++ kernel that keeps one head per
-vector lane, never stores a score, and computes the scores again in the backward pass. It is a torch custom operator:
-autograd and torch.compile see through it.
+With heads of width 2, matrix kernels spend their time on moving scores. `fused` runs a C++ kernel that keeps one head
+per vector lane, never stores a score, and computes the scores again in the backward pass. It is a torch custom
+operator: autograd and torch.compile see through it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def attention(qkv_BLD: Tensor, num_heads: int, *, implementation: str = "fused")
         D columns each, of which head h owns h * width to (h + 1) * width.
       num_heads: a divisor of D.
       implementation: "plain" is torch's `scaled_dot_product_attention`, for any width and dtype. "fused" takes width
-        1, 2, 4 or 8, computes in float32 and accepts float32, bfloat16 and float16. On CPU it needs the native kernels; on
-        other devices it is written as broadcasts that torch.compile fuses (not yet measured on a GPU).
+        1, 2, 4 or 8, computes in float32 and accepts float32, bfloat16 and float16. On CPU it needs the native
+        kernels; on other devices it is written as broadcasts that torch.compile may fuse (never run on a GPU so far).
     Returns: [B, L, D] in the dtype of the input, the heads side by side, ready for the output projection.
     Raises: ValueError on a shape, dtype or name it does not know, or when the native kernels are not installed.
     Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1.
