@@ -1,0 +1,64 @@
+"""Losses: pure functions of tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastrl.types import Minibatch
+
+
+class PpoLoss(NamedTuple):
+    """`total` is what is minimised; the others are its parts and diagnostics. All scalar tensors."""
+
+    total: Tensor
+    policy_loss: Tensor
+    value_loss: Tensor
+    entropy: Tensor
+    approx_kl: Tensor
+    clip_fraction: Tensor
+
+
+def ppo_loss(
+    logits: Tensor,
+    values: Tensor,
+    batch: Minibatch,
+    *,
+    clip_coef: float,
+    ent_coef: float,
+    vf_coef: float,
+    clip_vloss: bool = False,
+) -> PpoLoss:
+    """Clipped surrogate objective with value loss and entropy bonus, averaged over the minibatch.
+
+        ratio = pi(a|s) / pi_old(a|s)
+        total = -mean(min(ratio A, clip(ratio, 1 +- clip_coef) A)) + vf_coef * mean((V - R)^2) - ent_coef * mean(entropy)
+
+    Args:
+      logits: [B, A] float; values: [B] float: of the current parameters.
+      batch: what the rollout recorded; advantages normalised already if they shall be.
+      clip_vloss: take the worse of the value error and the error of V clipped to batch.values +- clip_coef.
+    Returns: PpoLoss. approx_kl is mean((ratio - 1) - log ratio) (Schulman, "Approximating KL divergence", k3).
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9. The value error is the plain mean square, without a factor 1/2.
+    """
+    log_probs = F.log_softmax(logits, dim=1)
+    log_ratio = log_probs.gather(1, batch.actions[:, None])[:, 0] - batch.logprobs
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    policy_loss = -torch.min(ratio * batch.advantages, clipped * batch.advantages).mean()
+
+    value_error = (values - batch.returns).square()
+    if clip_vloss:
+        near = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
+        value_error = torch.max(value_error, (near - batch.returns).square())
+    value_loss = value_error.mean()
+
+    entropy = -(log_probs.exp() * log_probs).sum(dim=1).mean()
+    total = policy_loss + vf_coef * value_loss - ent_coef * entropy
+    with torch.no_grad():
+        approx_kl = (ratio - 1 - log_ratio).mean()
+        clip_fraction = ((ratio - 1).abs() > clip_coef).float().mean()
+    return PpoLoss(total, policy_loss, value_loss, entropy, approx_kl, clip_fraction)
