@@ -10,7 +10,16 @@ import pytest
 from fastrl.envs import EnvConfig, make_envs
 from fastrl.envs.contract import _cgroup_quotas, available_cores, env_seeds
 
-OWN_CHOICES = ("env_id", "backend", "env_setting", "threads", "stack_padding", "autoreset", "time_limit", "loop_cap_steps")
+OWN_CHOICES = (
+    "env_id",
+    "backend",
+    "env_setting",
+    "threads",
+    "stack_padding",
+    "autoreset",
+    "time_limit",
+    "loop_cap_steps",
+)
 
 
 def atari_fields(config):
@@ -44,7 +53,9 @@ def test_env_config_explicit_flag_wins_over_the_setting():
     assert (resolved.sticky, resolved.noop_max, resolved.max_pool) == (0.1, 0, False)
 
 
-@pytest.mark.parametrize("env_id, backend", [("Pong-v5", "envpool"), ("CartPole-v1", "envpool"), ("CartPole-v1", "gymnasium")])
+@pytest.mark.parametrize(
+    "env_id, backend", [("Pong-v5", "envpool"), ("CartPole-v1", "envpool"), ("CartPole-v1", "gymnasium")]
+)
 def test_env_config_resolved_twice_is_resolved_once(env_id, backend):
     once = EnvConfig(env_id=env_id, backend=backend).resolved()
     assert once.resolved() == once and once.threads >= 1

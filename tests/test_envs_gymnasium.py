@@ -160,3 +160,6 @@ def test_envs_state_of_other_envs_is_refused():
     state = make_envs(plain("CartPole-v1"), 2, seed=0).state_dict()
     with pytest.raises(ValueError, match="use the env flags"):
         make_envs(plain("CartPole-v1"), 3, seed=0).load_state_dict(state)
+    with pytest.raises(ValueError, match="state is of ALE/Pong-v5, expected ALE/Breakout-v5"):
+        state = make_envs(plain("ALE/Pong-v5"), 1, seed=0).state_dict()
+        make_envs(plain("ALE/Breakout-v5"), 1, seed=0).load_state_dict(state)

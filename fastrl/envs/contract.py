@@ -72,7 +72,8 @@ class EnvConfig:
     full_action_space: bool | None = None
     """All 18 joystick actions instead of the ones the game uses (Atari; no)."""
     max_episode_frames: int | None = None
-    """Emulator frames after which a game is truncated, rounded up to whole agent steps (Atari; 108000)."""
+    """Emulator frames after which a game is truncated, rounded up to whole agent steps (Atari; 108000). The no-ops of
+    the start count, except on envpool."""
     max_pool: bool | None = None
     """Observe the maximum of the last two emulator frames (Atari). EnvPool always does when frame_skip > 1, the others
     with baselines only."""

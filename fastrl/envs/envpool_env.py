@@ -39,8 +39,11 @@ class EnvPoolEnv(VecEnv):
             seed=seeds,
             **options,
         )
-        self.obs_shape = self._pool.observation_space.shape
-        self.obs_dtype = self._pool.observation_space.dtype
+        with warnings.catch_warnings():
+            # EnvPool states float32 bounds in float64, which Gymnasium remarks on.
+            warnings.filterwarnings("ignore", message=".*precision lowered.*")
+            space = self._pool.observation_space
+        self.obs_shape, self.obs_dtype = space.shape, space.dtype
         self.num_actions = int(self._pool.action_space.n)
         self._done = np.zeros(self.num_envs, bool)
 

@@ -61,13 +61,13 @@ class GymnasiumEnv(VecEnv):
                 self._begin(env)
             else:
                 raw_rewards[env], over[env], cut[env], lost[env] = self._play(env, action)
+        terminated, truncated = (over | lost) & ~cut, cut
         if self._config.time_limit == "silent":
-            terminated, truncated = (over | lost) & ~cut, np.zeros_like(cut)
-            over |= cut
+            # The learner is not told of the cut; only the statistics see a game end.
+            truncated, game_over = np.zeros_like(cut), over | cut
         else:
-            terminated, truncated = (over | lost) & ~cut, cut
-            over &= ~cut
-        self._game_ended, self._life_lost = over | truncated, lost & ~(over | cut)
+            game_over = over & ~cut
+        self._game_ended, self._life_lost = over | cut, lost & ~(over | cut)
         if self._config.autoreset == "same_step":
             for env in np.flatnonzero(self._game_ended | self._life_lost):
                 self._begin(env)
@@ -79,7 +79,7 @@ class GymnasiumEnv(VecEnv):
             truncated=truncated,
             was_reset=was_reset,
             lives=self._lives.copy(),
-            game_over=over,
+            game_over=game_over,
         )
 
     def close(self) -> None:
@@ -94,7 +94,9 @@ class GymnasiumEnv(VecEnv):
         return self._envs[env].render()
 
     def state_dict(self) -> dict[str, Any]:
+        """As `VecEnv.state_dict`. Emulator and env states are pickles in uint8 tensors: load only what you trust."""
         return {
+            "env_id": self._config.env_id,
             "envs": [_to_tensor(env.state()) for env in self._envs],
             "seeds": list(self._seeds),
             **{name: torch.from_numpy(getattr(self, "_" + name).copy()) for name in SAVED_ARRAYS},
@@ -104,6 +106,8 @@ class GymnasiumEnv(VecEnv):
         if tuple(state["obs"].shape) != self._obs.shape:
             got, expected = tuple(state["obs"].shape), self._obs.shape
             raise ValueError(f"state has observations {got}, expected {expected}: use the env flags it was saved with")
+        if state["env_id"] != self._config.env_id:
+            raise ValueError(f"state is of {state['env_id']}, expected {self._config.env_id}: use its --env-id")
         for env, blob in zip(self._envs, state["envs"], strict=True):
             env.restore(blob.numpy().tobytes())
         self._seeds = list(state["seeds"])
@@ -117,8 +121,10 @@ class GymnasiumEnv(VecEnv):
         self._steps[env] += 1
         lost = self._config.episodic_life and 0 < played.lives < self._lives[env]
         self._lives[env] = played.lives
-        silent = self._config.time_limit == "silent"
-        cut = self._steps[env] >= self._config.loop_cap_steps and not played.over if silent else played.cut
+        cut = played.cut
+        if self._config.time_limit == "silent":
+            # Past its own limit ALE stands still; the prototype kept stepping it, and so does this.
+            cut = self._steps[env] >= self._config.loop_cap_steps and not played.over
         return played.reward, played.over, cut, lost
 
     def _begin(self, env: int) -> None:
@@ -169,9 +175,12 @@ class AtariEnv:
     obs_shape = (IMAGE_SIZE, IMAGE_SIZE)
 
     def __init__(self, config: EnvConfig) -> None:
+        import ale_py
         import gymnasium
 
         self._config = config
+        # Before the first emulator, or it prints its banner.
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
         self._env = gymnasium.make(
             f"ALE/{config.atari_game}-v5",
             obs_type="grayscale",
