@@ -1,3 +1,5 @@
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "attention_sample.h"
@@ -7,18 +9,28 @@ namespace fastrl {
 namespace {
 
 struct Implementation {
+  const char* isa;
   AttentionForward* forward;
   AttentionBackward* backward;
 };
 
-Implementation fastest_here() {
+/// What this processor can run, fastest first.
+std::vector<Implementation> implementations() {
+  std::vector<Implementation> found;
 #ifdef HAVE_X86
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"))
-    return {avx512::attention_forward, avx512::attention_backward};
+    found.push_back({"avx512", avx512::attention_forward, avx512::attention_backward});
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    return {avx2::attention_forward, avx2::attention_backward};
+    found.push_back({"avx2", avx2::attention_forward, avx2::attention_backward});
 #endif
-  return {baseline::attention_forward, baseline::attention_backward};
+  found.push_back({"baseline", baseline::attention_forward, baseline::attention_backward});
+  return found;
+}
+
+Implementation implementation(const std::string& isa) {
+  for (const Implementation& candidate : implementations())
+    if (isa.empty() || isa == candidate.isa) return candidate;
+  throw std::invalid_argument("this processor or build has no attention for isa " + isa);
 }
 
 /// Calls sample(b, scratch) for every b in 0..batch-1 from up to num_threads threads. OpenMP because torch uses it:
@@ -38,10 +50,16 @@ void for_each_sample(std::size_t batch, int num_threads, std::size_t scratch_siz
 
 }  // namespace
 
+std::vector<std::string> attention_isas() {
+  std::vector<std::string> names;
+  for (const Implementation& candidate : implementations()) names.emplace_back(candidate.isa);
+  return names;
+}
+
 void attention_forward(const float* qkv, std::size_t batch, std::size_t length, std::size_t num_heads,
-                       std::size_t width, int num_threads, float* out, float* stats) {
+                       std::size_t width, int num_threads, float* out, float* stats, const std::string& isa) {
   const AttentionShape shape{length, num_heads, width};
-  const auto forward = fastest_here().forward;
+  const auto forward = implementation(isa).forward;
   const std::size_t columns = num_heads * width;
   for_each_sample(batch, num_threads, attention_scratch(shape), [=](std::size_t b, Lane16* scratch) {
     const std::size_t first = b * length;
@@ -51,9 +69,9 @@ void attention_forward(const float* qkv, std::size_t batch, std::size_t length, 
 
 void attention_backward(const float* qkv, const float* out, const float* stats, const float* grad_out,
                         std::size_t batch, std::size_t length, std::size_t num_heads, std::size_t width,
-                        int num_threads, float* grad_qkv) {
+                        int num_threads, float* grad_qkv, const std::string& isa) {
   const AttentionShape shape{length, num_heads, width};
-  const auto backward = fastest_here().backward;
+  const auto backward = implementation(isa).backward;
   const std::size_t columns = num_heads * width;
   for_each_sample(batch, num_threads, attention_scratch(shape), [=](std::size_t b, Lane16* scratch) {
     const std::size_t first = b * length;

@@ -1,6 +1,8 @@
 // The only file that knows Python: checks arrays, releases the GIL, forwards to kernels.h.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
 #include <vector>
@@ -54,17 +56,18 @@ std::size_t attention_width(const Input<float, 3>& qkv, std::size_t num_heads, i
 }
 
 void attention_forward(Input<float, 3> qkv, std::size_t num_heads, int num_threads, Output<float, 3> out,
-                       Output<float, 4> stats) {
+                       Output<float, 4> stats, const std::string& isa) {
   const std::size_t batch = qkv.shape(0), length = qkv.shape(1);
   const std::size_t width = attention_width(qkv, num_heads, num_threads);
   check_shape("out", out, {batch, length, num_heads * width});
   check_shape("stats", stats, {batch, length, 2, num_heads});
   nb::gil_scoped_release unlocked;
-  fastrl::attention_forward(qkv.data(), batch, length, num_heads, width, num_threads, out.data(), stats.data());
+  fastrl::attention_forward(qkv.data(), batch, length, num_heads, width, num_threads, out.data(), stats.data(),
+                            isa);
 }
 
 void attention_backward(Input<float, 3> qkv, Input<float, 3> out, Input<float, 4> stats, Input<float, 3> grad_out,
-                        std::size_t num_heads, int num_threads, Output<float, 3> grad_qkv) {
+                        std::size_t num_heads, int num_threads, Output<float, 3> grad_qkv, const std::string& isa) {
   const std::size_t batch = qkv.shape(0), length = qkv.shape(1);
   const std::size_t width = attention_width(qkv, num_heads, num_threads);
   check_shape("out", out, {batch, length, num_heads * width});
@@ -73,7 +76,7 @@ void attention_backward(Input<float, 3> qkv, Input<float, 3> out, Input<float, 4
   check_shape("grad_qkv", grad_qkv, {batch, length, 3 * num_heads * width});
   nb::gil_scoped_release unlocked;
   fastrl::attention_backward(qkv.data(), out.data(), stats.data(), grad_out.data(), batch, length, num_heads, width,
-                             num_threads, grad_qkv.data());
+                             num_threads, grad_qkv.data(), isa);
 }
 
 template <class Real>
@@ -90,8 +93,9 @@ NB_MODULE(_native, module) {
   bind_gae<float>(module);
   bind_gae<double>(module);
   module.def("attention_forward", &attention_forward, "qkv"_a.noconvert(), "num_heads"_a, "num_threads"_a,
-             "out"_a.noconvert(), "stats"_a.noconvert());
+             "out"_a.noconvert(), "stats"_a.noconvert(), "isa"_a = "");
   module.def("attention_backward", &attention_backward, "qkv"_a.noconvert(), "out"_a.noconvert(),
              "stats"_a.noconvert(), "grad_out"_a.noconvert(), "num_heads"_a, "num_threads"_a,
-             "grad_qkv"_a.noconvert());
+             "grad_qkv"_a.noconvert(), "isa"_a = "");
+  module.def("attention_isas", &fastrl::attention_isas);
 }

@@ -8,6 +8,8 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
+#include <vector>
 
 namespace fastrl {
 
@@ -36,12 +38,16 @@ void gae(const double* rewards, const double* values, const double* next_values,
 /// depend on how many. O(batch * num_heads * length^2 * width) time; per thread O(length * width) memory.
 /// A NaN or infinite input gives NaN in the rows it reaches.
 void attention_forward(const float* qkv, std::size_t batch, std::size_t length, std::size_t num_heads,
-                       std::size_t width, int num_threads, float* out, float* stats);
+                       std::size_t width, int num_threads, float* out, float* stats,
+                       const std::string& isa = "");
 
 /// The gradient of attention_forward: grad_qkv, shaped as qkv, from grad_out, shaped as out. The scores are computed
 /// again from qkv and stats.
 void attention_backward(const float* qkv, const float* out, const float* stats, const float* grad_out,
                         std::size_t batch, std::size_t length, std::size_t num_heads, std::size_t width,
-                        int num_threads, float* grad_qkv);
+                        int num_threads, float* grad_qkv, const std::string& isa = "");
+
+/// The instruction sets for which attention can run here, fastest first; `isa` chooses another than the first (tests).
+std::vector<std::string> attention_isas();
 
 }  // namespace fastrl

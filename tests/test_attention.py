@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from fastrl import kernels
 from fastrl.attention import attention
 
 SHAPES = [(3, 49, 16, 2), (1, 49, 16, 2), (2, 1, 16, 2), (2, 7, 5, 1), (2, 6, 17, 4), (2, 5, 33, 8), (9, 3, 4, 2)]
@@ -97,6 +99,23 @@ def test_fused_attention_is_the_same_bits_on_each_call_and_for_any_number_of_thr
         assert torch.equal(grad_qkv, results[0][1])
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fused_attention_agrees_between_instruction_sets(shape):
+    native = kernels.choose("native")
+    batch, length, num_heads, width = shape
+    qkv, grad = random_qkv(*shape), random_qkv(*shape, seed=1)[:, :, : num_heads * width].contiguous()
+    results = {}
+    for isa in native.attention_isas():
+        out, stats, grad_qkv = torch.empty_like(grad), torch.empty(batch, length, 2, num_heads), torch.empty_like(qkv)
+        native.attention_forward(qkv.numpy(), num_heads, 2, out.numpy(), stats.numpy(), isa=isa)
+        arrays = (x.numpy() for x in (qkv, out, stats, grad))
+        native.attention_backward(*arrays, num_heads, 2, grad_qkv.numpy(), isa=isa)
+        results[isa] = out, grad_qkv
+    assert "baseline" in results
+    for result in results.values():  # they differ by fused multiply-adds
+        torch.testing.assert_close(result, results["baseline"], atol=1e-5, rtol=1e-4)
+
+
 def test_fused_attention_treats_samples_alone():
     qkv = random_qkv(12, 49, 16, 2)
     together = attention(qkv, 16)
@@ -160,6 +179,22 @@ def test_fused_attention_on_a_gpu_equals_the_cpu():
 def test_attention_names_what_does_not_fit(qkv, num_heads, implementation, message):
     with pytest.raises(ValueError, match=message):
         attention(qkv, num_heads, implementation=implementation)
+
+
+def test_native_attention_refuses_what_it_cannot_run():
+    native = kernels.choose("native")
+    qkv, out, stats = np.zeros((2, 3, 12), "f4"), np.zeros((2, 3, 4), "f4"), np.zeros((2, 3, 2, 2), "f4")
+    native.attention_forward(qkv, 2, 1, out, stats)
+    with pytest.raises(ValueError, match="has no attention for isa mmx"):
+        native.attention_forward(qkv, 2, 1, out, stats, isa="mmx")
+    with pytest.raises(ValueError, match="num_threads must be at least 1"):
+        native.attention_forward(qkv, 2, 0, out, stats)
+    with pytest.raises(ValueError, match="qkv has 12 columns"):
+        native.attention_forward(qkv, 5, 1, out, stats)
+    with pytest.raises(ValueError, match="stats: axis 3 has length 2, expected 4"):
+        native.attention_forward(qkv, 4, 1, out, stats)
+    with pytest.raises(TypeError):
+        native.attention_forward(qkv.astype("f8"), 2, 1, out, stats)
 
 
 def test_fused_attention_without_the_native_build_says_so(monkeypatch):
