@@ -142,7 +142,7 @@ def test_envs_v5_reward_is_raw(backend):
 def test_envs_life_loss_ends_the_learning_episode_but_not_the_game(backend):
     config = EnvConfig(env_id="Breakout-v5", backend=backend, env_setting="baselines", noop_max=0)
     envs, stats, episodes = make_envs(config, 2, seed=0), EpisodeStats(2), []
-    first, rows = play(envs, 700)
+    first, rows = play(envs, 450)
     previous, lost, over = first, 0, 0
     lives, life_loss_before = np.full(2, 5), np.zeros(2, bool)
     for row in rows:
@@ -196,10 +196,10 @@ def test_envs_reset_starts_a_new_game(backend, episodic_life):
 @every_backend
 def test_envs_whole_pong_game(backend):
     envs, stats, episodes = make_envs(EnvConfig(backend=backend, sticky=0.0), 1, seed=0), EpisodeStats(1), []
-    _, rows = play(envs, 1500)
+    _, rows = play(envs, 1000)
     for row in rows:
         episodes += stats.update(row.raw_rewards, row.terminated, row.truncated, row.was_reset, row.game_over)
-    assert 1 <= len(episodes) <= 2
+    assert len(episodes) == 1
     assert -21 <= episodes[0].return_ <= -15 and episodes[0].length > 700
     ends = [t for t, row in enumerate(rows) if row.terminated[0]]
     assert ends[0] + 1 == episodes[0].length and rows[ends[0] + 1].was_reset[0]
