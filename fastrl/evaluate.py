@@ -234,7 +234,7 @@ def main() -> int:
     kind = "greedy" if config.greedy else "sampled"
     print(f"checkpoint {path} (step {global_step:,}), {kind} actions on {device}")
     print(
-        f"{config.episodes} episodes of {env_config.env_id}, {config.played_envs} envs ({env_config.backend}), "
+        f"{config.episodes} episode(s) of {env_config.env_id}, {config.played_envs} env(s) ({env_config.backend}), "
         f"seed {config.seed}"
     )
     act = policy_act(network, device, config.greedy, config.seed)

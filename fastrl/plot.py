@@ -185,10 +185,11 @@ def _draw_panel(ax: Any, env_id: str, curves: Sequence[Curve], x: str, window: i
         elif played:
             _draw_band(ax, places, played, colour, label, window)
         for curve, place in zip(played, places, strict=True):
-            _draw_evaluations(ax, curve, place, colour, x, named=curve is played[0] and len(groups) == 1)
+            _draw_evaluations(ax, curve, place, colour, x)
     _dress(ax, env_id, curves, f"wall-clock time ({unit})" if x == "time" else "agent steps", x)
     if not any(len(curve.returns) for curve in curves):
         text = "no episode has finished yet"
+        ax.set(xticks=[], yticks=[])
         ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center", color="0.4", fontsize=13)
 
 
@@ -206,16 +207,17 @@ def _draw_band(ax: Any, places: list, curves: list[Curve], colour: str, label: s
     grid = np.linspace(max(place[0] for place in places), min(place[-1] for place in places), 500)
     pairs = zip(places, curves, strict=True)
     values = np.stack([np.interp(grid, place, rolling_mean(curve.returns, window)) for place, curve in pairs])
-    runs = f"mean of {len(curves)} seeds, band: min to max"
+    runs = f"mean of the last {window} episodes, {len(curves)} runs" if not label else f"{label} ({len(curves)} runs)"
     ax.fill_between(grid, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
-    ax.plot(grid, values.mean(0), color=colour, linewidth=2, label=f"{label} ({runs})" if label else runs)
+    ax.plot(grid, values.mean(0), color=colour, linewidth=2, label=f"{runs}, band: min to max")
 
 
-def _draw_evaluations(ax: Any, curve: Curve, place: np.ndarray, colour: str, x: str, named: bool) -> None:
+def _draw_evaluations(ax: Any, curve: Curve, place: np.ndarray, colour: str, x: str) -> None:
     steps, means, stds = curve.evaluations.T
     if len(steps):
         at = steps if x == "steps" else np.interp(steps, curve.steps, place)
-        label = "evaluation (mean and std)" if named else None
+        name = "evaluation (mean and std)"
+        label = None if name in ax.get_legend_handles_labels()[1] else name
         style = dict(fmt="D", markersize=5, markerfacecolor="white", capsize=2, elinewidth=1, zorder=3)
         ax.errorbar(at, means, stds, color=colour, label=label, **style)
 
@@ -223,8 +225,9 @@ def _draw_evaluations(ax: Any, curve: Curve, place: np.ndarray, colour: str, x: 
 def _dress(ax: Any, env_id: str, curves: Sequence[Curve], x_label: str, x: str) -> None:
     from matplotlib.ticker import EngFormatter
 
-    seeds = ", ".join(str(curve.config["seed"]) for curve in curves if "seed" in curve.config)
-    ax.set_title(env_id + (f"   seed{'s' if len(curves) > 1 else ''} {seeds}" if seeds else ""), loc="left")
+    seeds = sorted({curve.config["seed"] for curve in curves if "seed" in curve.config})
+    title = f"   seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}" if seeds else ""
+    ax.set_title(env_id + title, loc="left")
     ax.set_xlabel(x_label)
     ax.set_ylabel("episode return (raw reward)")
     if x == "steps":
@@ -235,6 +238,8 @@ def _dress(ax: Any, env_id: str, curves: Sequence[Curve], x_label: str, x: str) 
         legend = ax.legend(frameon=False, loc="best")
         for handle in legend.legend_handles:
             handle.set_alpha(1)
+            if hasattr(handle, "set_sizes"):
+                handle.set_sizes([20])  # a dot of the size in the plot would not be seen
 
 
 def _time_unit(curves: Sequence[Curve]) -> tuple[str, float]:
