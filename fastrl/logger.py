@@ -196,11 +196,7 @@ class RunLogger:
     def _scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Send scalars by tag to TensorBoard and, if asked for, to Weights & Biases."""
         if self._tensorboard is None:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import
-
-            # Readers drop what an earlier part of the run wrote at purge_step or later.
-            purge = None if self._resumed_step is None else self._resumed_step + 1
-            self._tensorboard = SummaryWriter(str(self.run_dir), purge_step=purge)
+            self._tensorboard = _open_tensorboard(self.run_dir, self._resumed_step)
         for tag, value in scalars.items():
             self._tensorboard.add_scalar(tag, value, step)
         self._tensorboard.flush()
@@ -340,6 +336,19 @@ def _open_csv(path: Path, columns: Sequence[str]) -> TextIO:
         file.write(",".join(columns) + "\n")
         file.flush()
     return file
+
+
+def _open_tensorboard(run_dir: Path, resumed_step: int | None) -> Any:
+    """A writer to a new file of events, after which readers drop older events that lie beyond `resumed_step`."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+    if resumed_step is None:
+        return SummaryWriter(str(run_dir))
+    # Readers order the files by the second in their names: a part of the run must not share it with the part before.
+    seconds = [int(path.name.split(".")[3]) for path in run_dir.glob("events.out.tfevents.*")]
+    if max(seconds, default=0) >= int(time.time()):
+        time.sleep(1)
+    return SummaryWriter(str(run_dir), purge_step=resumed_step + 1)
 
 
 def _row_test(columns: Sequence[str], step: int) -> Callable[[str], bool]:
