@@ -1,7 +1,7 @@
 """From a preset, a TOML file and flags to one frozen dataclass, and from that to the `config.toml` of a run.
 
-A file is nothing but flags written down: its keys are turned into flags and put before the user's own, so the command line
-wins, and one parser (tyro) checks names, types and choices of both.
+A file is nothing but flags written down: its keys are turned into flags and put before the user's own, so the command
+line wins, and one parser (tyro) checks names, types and choices of both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PLACES = ("config", "resume", "run_dir")
 def parse(cls: type[ConfigT], algo: str, argv: Sequence[str]) -> ConfigT:
     """Reads the configuration of one run.
 
-    In rising priority: the defaults of `cls`; `--preset NAME`; `--config FILE`; the config.toml of `--resume RUN`; other flags.
+    In rising priority: the defaults of `cls`; `--preset NAME`; `--config FILE`; the config.toml of `--resume RUN`; the
+    other flags.
 
     Raises: ValueError with one line for what the user got wrong; SystemExit(0) after `--help`.
     """
@@ -37,11 +38,11 @@ def parse(cls: type[ConfigT], algo: str, argv: Sequence[str]) -> ConfigT:
     for flag in ("--preset", "--config", "--resume"):
         sources.add_argument(flag, nargs="?")
     given, _ = sources.parse_known_args(argv)
+    settings = read_toml(Path(given.config)) if given.config else {}
     flags: list[str] = []
-    if given.preset:
-        flags += as_flags(read_preset(algo, given.preset))
-    if given.config:
-        flags += as_flags(read_toml(Path(given.config)))
+    if preset := given.preset or settings.get("preset"):
+        flags += as_flags(read_preset(algo, preset))
+    flags += as_flags(settings)
     if given.resume:
         flags += as_flags(read_toml(run_dir_of(given.resume) / "config.toml"))
     return _parse_flags(cls, f"python -m fastrl.{algo}", [*flags, *argv])
@@ -140,7 +141,7 @@ def _parse_flags(cls: type[ConfigT], prog: str, flags: list[str]) -> ConfigT:
 
 @contextlib.contextmanager
 def _wide_terminal():
-    """tyro wraps its messages at the terminal's width; help is readable at 100 columns, errors are wanted on one line."""
+    """tyro wraps its messages at the terminal's width; without a terminal they shall stay on one line."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = before or "1000"
     try:
@@ -151,7 +152,7 @@ def _wide_terminal():
 
 
 def _one_line(box: str) -> str:
-    """The message inside the box that tyro draws around an error: without title, frame, and the hints below the first rule."""
+    """The message in the box that tyro draws around an error, without title, frame, and the hints below the rule."""
     message = []
     for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines():
         text = line.strip("│ ")

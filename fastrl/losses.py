@@ -35,14 +35,14 @@ def ppo_loss(
     """Clipped surrogate objective with value loss and entropy bonus, averaged over the minibatch.
 
         ratio = pi(a|s) / pi_old(a|s)
-        total = -mean(min(ratio A, clip(ratio, 1 +- clip_coef) A)) + vf_coef * mean((V - R)^2) - ent_coef * mean(entropy)
+        total = -mean(min(ratio A, clip(ratio, 1 +- clip_coef) A)) + vf_coef mean((V - R)^2) - ent_coef mean(entropy)
 
     Args:
       logits: [B, A] float; values: [B] float: of the current parameters.
       batch: what the rollout recorded; advantages normalised already if they shall be.
       clip_vloss: take the worse of the value error and the error of V clipped to batch.values +- clip_coef.
     Returns: PpoLoss. approx_kl is mean((ratio - 1) - log ratio) (Schulman, "Approximating KL divergence", k3).
-    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9. The value error is the plain mean square, without a factor 1/2.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9. The value error is the plain mean square, without 1/2.
     """
     log_probs = F.log_softmax(logits, dim=1)
     log_ratio = log_probs.gather(1, batch.actions[:, None])[:, 0] - batch.logprobs

@@ -1,9 +1,10 @@
 """Networks: bodies that turn observations into features, and the heads that read them.
 
-Suffixes name dimensions (see `fastrl.types`): B batch, C H W image, L tokens, D token width, F features, R read-out rows.
+Suffixes name dimensions (see `fastrl.types`): B batch, C H W image, L tokens, D token width, F features; R is the
+number of outputs of a read-out.
 
-A body has two methods. `forward(obs)` gives features [B, F]. `fold(weight, bias)` prepares a linear read-out of those
-features and `read(obs, readout)` applies it, so a body whose last layer is itself linear may merge the two.
+A body has `forward(obs)`, giving features [B, F]. `fold(weight, bias)` prepares a linear read-out of those features
+and `read(obs, readout)` applies it, so that a body whose last layer is itself linear may merge the two.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ class ScaledLinear(nn.Module):
         return F.linear(x, weight if self.mask is None else weight * self.mask, self.bias)
 
     def fold(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """A linear layer (weight [R, out_features], bias [R]) after this one, as a single layer ([R, in_features], [R]).
+        """A linear layer (weight [R, out_features], bias [R]) after this one, as one layer ([R, in_features], [R]).
 
-        H (W x + b) + c = (H W) x + (H b + c): the same function and, by autograd through the product, the same gradients.
+        H (W x + b) + c = (H W) x + (H b + c): the same function and, by autograd through the product, the same
+        gradients.
         """
         masked = self.weight if self.mask is None else self.weight * self.mask
         return (weight * self.scale) @ masked, torch.mv(weight, self.bias) + bias
@@ -157,7 +159,7 @@ class AttentionCNN(nn.Module):
 class NatureCNN(nn.Module):
     """The convolutional network of DQN. obs uint8 [B, C, 84, 84] -> features [B, hidden_size].
 
-    Source: Mnih et al. 2015, doi:10.1038/nature14236. Orthogonal initialisation (gain sqrt 2) as PPO implementations use.
+    Source: Mnih et al. 2015, doi:10.1038/nature14236; orthogonal initialisation (gain sqrt 2), as is usual with PPO.
     """
 
     def __init__(self, in_channels: int, hidden_size: int = 512):
@@ -217,8 +219,8 @@ def _convolve(layers: nn.Sequential, obs: Tensor) -> Tensor:
 class ActorCritic(nn.Module):
     """Policy and value heads over a shared body. obs [B, *obs_shape] -> (logits [B, A], values [B]).
 
-    `init="zero"`: both heads start at zero (the prototype: uniform policy, value 0). `init="orthogonal"`: gains 0.01 and 1
-    (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
+    `init="zero"`: both heads start at zero (the prototype: uniform policy, value 0). `init="orthogonal"`: gains 0.01
+    and 1 (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
     """
 
     def __init__(self, body: nn.Module, num_actions: int, init: str = "zero"):

@@ -52,8 +52,9 @@ MAX_EVAL_STEPS = 108_000
 """Vector steps after which an evaluation gives up on games that do not end."""
 
 MAY_CHANGE_ON_RESUME = {
-    "preset", "total_timesteps", "threads", "torch_threads", "device", "compile", "kernels", "attention", "fold", "eval_every",
-    "eval_episodes", "eval_greedy", "eval_dropout", "checkpoint_every", "keep_checkpoints", "track", "quiet",
+    "preset", "total_timesteps", "threads", "torch_threads", "device", "compile", "kernels", "attention", "fold",
+    "eval_every", "eval_episodes", "eval_greedy", "eval_dropout", "checkpoint_every", "keep_checkpoints", "track",
+    "quiet",
 }  # fmt: skip
 
 
@@ -175,7 +176,7 @@ class PpoConfig(EnvConfig):
         _check(self, ("max_grad_norm", "target_kl"), lambda x: x is None or x > 0, "above 0, or None")
         if self.batch_size < 2 and self.norm_adv != "none":
             raise ValueError(
-                f"num_envs {self.num_envs} x num_steps {self.num_steps} is one transition per rollout, expected 2 or more"
+                f"num_envs {self.num_envs} x num_steps {self.num_steps} is one step per rollout, expected 2 or more"
             )
 
     @property
@@ -217,9 +218,14 @@ class Collector:
         self.obs[-1] = torch.from_numpy(envs.reset())
 
     def collect(
-        self, policy: Policy, timer: PhaseTimer, stop: StopSignal
+        self, policy: Policy, timer: PhaseTimer, on_row: Callable[[int], bool]
     ) -> tuple[Rollout, list[tuple[int, Episode]]] | None:
-        """Plays one rollout. Returns it and the episodes that ended in it, each with its row; None if a stop signal came."""
+        """Plays one rollout.
+
+        Args:
+          on_row: called with the number of each finished row; where it returns False the rollout is given up.
+        Returns: the rollout and the episodes that ended in it, each with its row; None if it was given up.
+        """
         shape, device = (self.num_steps, self.envs.num_envs), self.obs.device
         actions = torch.empty(shape, dtype=torch.int64, device=device)
         logprobs = torch.empty(shape, device=device)
@@ -239,16 +245,11 @@ class Collector:
                 step = self.envs.step(chosen)
             with timer("transfer"):
                 self.obs[t + 1] = torch.from_numpy(step.obs)
-            rewards[t], terminated[t], truncated[t], valid[t] = (
-                step.rewards,
-                step.terminated,
-                step.truncated,
-                ~step.was_reset,
-            )
-            game_over = step.terminated if step.game_over is None else step.game_over
-            ended = self.stats.update(step.raw_rewards, step.terminated, step.truncated, step.was_reset, game_over)
+            rewards[t], terminated[t], truncated[t] = step.rewards, step.terminated, step.truncated
+            valid[t] = ~step.was_reset
+            ended = self.stats.update(step.raw_rewards, step.terminated, step.truncated, step.was_reset, step.game_over)
             episodes += [(t, episode) for episode in ended]
-            if stop.received:
+            if not on_row(t):
                 return None
         with timer("inference"):
             values[-1] = policy(self.obs[-1], noise)[2]
@@ -280,14 +281,15 @@ class Learner:
         self.shuffle = np.random.default_rng(config.seed)
         self.iteration = self.global_step = self.optimizer_steps = 0
         self.best_return = -math.inf
-        act, loss = acting(network), minibatch_loss(network, config)
-        self._act, self._loss = (torch.compile(act), torch.compile(loss)) if config.compile else (act, loss)
+        self._act, self._loss = torch.no_grad()(acting(network)), minibatch_loss(network, config)
+        if config.compile:
+            self._act, self._loss = torch.compile(self._act), torch.compile(self._loss)
 
-    @torch.no_grad()
     def policy(self) -> Policy:
         """The policy of the parameters as they are now."""
         self.network.eval()
-        return partial(torch.no_grad()(self._act), self.network.readout())
+        with torch.no_grad():
+            return partial(self._act, self.network.readout())
 
     def update(self, rollout: Rollout, timer: PhaseTimer) -> dict[str, float]:
         """Epochs of clipped policy-gradient steps on one rollout. Returns metrics under the names of metrics.jsonl."""
@@ -296,8 +298,8 @@ class Learner:
             batch, explained_variance = training_batch(rollout, config)
         rows = np.flatnonzero(rollout.valid)
         losses: list[PpoLoss] = []
+        learning_rate = self._set_learning_rate()
         self.network.train()
-        self._set_learning_rate()
         for indices in minibatches(rows, config, self.shuffle):
             with timer("gather"):
                 minibatch = Minibatch(*(x[indices.to(device)] for x in batch))
@@ -310,16 +312,12 @@ class Learner:
         self.iteration += 1
         self.global_step += rollout.valid.size
         with timer("update"):
-            metrics = self._read(losses)
-        if explained_variance is not None:
-            metrics["explained_variance"] = explained_variance
-        counters = {
-            "global_step": self.global_step,
-            "iteration": self.iteration,
-            "optimizer_steps": self.optimizer_steps,
-        }
-        rate = self.optimizer.param_groups[0]["lr"]
-        return counters | metrics | {"learning_rate": rate, "masked_fraction": 1 - len(rows) / rollout.valid.size}
+            means = self._read(losses)
+        metrics = {
+            "global_step": self.global_step, "iteration": self.iteration, "optimizer_steps": self.optimizer_steps,
+            "learning_rate": learning_rate, **means, "masked_fraction": 1 - len(rows) / rollout.valid.size,
+        }  # fmt: skip
+        return metrics if explained_variance is None else metrics | {"explained_variance": explained_variance}
 
     def _step(self, loss: Tensor) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -329,22 +327,25 @@ class Learner:
         self.optimizer.step()
         self.optimizer_steps += 1
 
-    def _set_learning_rate(self) -> None:
+    def _set_learning_rate(self) -> float:
+        rate = self.config.learning_rate
         if self.config.anneal_lr:
-            fraction = self.global_step / (self.config.num_iterations * self.config.batch_size)
-            self.optimizer.param_groups[0]["lr"] = schedules.linear(self.config.learning_rate, 0.0, fraction)
+            rate = schedules.linear(rate, 0.0, self.iteration / self.config.num_iterations)
+        self.optimizer.param_groups[0]["lr"] = rate
+        return rate
 
     def _read(self, losses: list[PpoLoss]) -> dict[str, float]:
         """Means over the minibatches, once they and the parameters are known to be finite. sync: one per update."""
+        if not losses:
+            return {}
         means = torch.stack([torch.stack([x.detach() for x in loss]) for loss in losses]).mean(dim=0)
         norms = torch.stack(torch._foreach_norm([p.detach() for p in self.network.parameters()]))
-        for name, value in zip(PpoLoss._fields, means.tolist(), strict=True):
+        terms = [*PpoLoss._fields, *(f"the norm of parameter {name}" for name, _ in self.network.named_parameters())]
+        values = torch.cat([means, norms]).tolist()
+        for term, value in zip(terms, values, strict=True):
             if not math.isfinite(value):
-                raise RunFailed(f"{name} became {value} in the update after step {self.global_step:,}")
-        for (name, _), norm in zip(self.network.named_parameters(), norms.tolist(), strict=True):
-            if not math.isfinite(norm):
-                raise RunFailed(f"parameter {name} is no longer finite after the update at step {self.global_step:,}")
-        return dict(zip(PpoLoss._fields[1:], means[1:].tolist(), strict=True))
+                raise RunFailed(f"{term} is {value} after the update at step {self.global_step:,}")
+        return dict(zip(PpoLoss._fields[1:], values[1:], strict=False))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -366,7 +367,7 @@ class Learner:
 
 
 def acting(network: nn.Module) -> Callable[[Readout, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """A function of (readout, obs [N, *obs_shape], noise [N, A]) to actions, their log-probabilities and values, all [N]."""
+    """A function of (readout, obs [N, *obs_shape], noise [N, A]) to actions, log-probabilities and values, all [N]."""
 
     def act(readout: Readout, obs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits, values = network(obs, readout)
@@ -404,7 +405,7 @@ def training_batch(rollout: Rollout, config: PpoConfig) -> tuple[Minibatch, floa
         gamma=config.gamma, gae_lambda=config.gae_lambda, kernels=config.kernels,
     )  # fmt: skip
     returns = advantages + values[:-1]
-    spread = returns[rollout.valid].var()
+    spread = returns[rollout.valid].var() if rollout.valid.any() else 0.0
     explained = 1 - float(advantages[rollout.valid].var() / spread) if spread > 0 else None
     if config.norm_adv == "rollout":
         advantages = normalise(torch.from_numpy(advantages), torch.from_numpy(rollout.valid)).numpy()
@@ -417,20 +418,23 @@ def training_batch(rollout: Rollout, config: PpoConfig) -> tuple[Minibatch, floa
 
 
 def normalise(advantages: Tensor, valid: Tensor | None = None) -> Tensor:
-    """(A - mean) / (std + 1e-8) with mean and unbiased std over the valid entries; finite for one entry or equal ones."""
+    """(A - mean) / (std + 1e-8), with the mean and unbiased std of the valid entries.
+
+    Finite for a single entry (its deviation counts as 0) and for equal ones.
+    """
     counted = advantages if valid is None else advantages[valid]
-    std = counted.std(correction=min(1, counted.numel() - 1))
+    std = counted.std(correction=1 if counted.numel() > 1 else 0)
     return (advantages - counted.mean()) / (std + 1e-8)
 
 
 def minibatches(rows: np.ndarray, config: PpoConfig, shuffle: np.random.Generator) -> Iterator[Tensor]:
     """Every row index once per epoch, shuffled anew, in pieces of at most `minibatch_size`: int64 [B]."""
-    for _ in range(config.update_epochs):
+    for _ in range(config.update_epochs if len(rows) else 0):
         yield from torch.from_numpy(shuffle.permutation(rows)).split(config.minibatch_size)
 
 
 def network_arguments(config: PpoConfig, envs: VecEnv) -> dict[str, Any]:
-    """Keyword arguments of `make_network` for this config and these envs; kept in the checkpoint for `fastrl.evaluate`."""
+    """Keyword arguments of `make_network` for this config and these envs, as a checkpoint keeps them."""
     name = network_for(envs.obs_shape) if config.network == "auto" else config.network
     flags = dataclasses.asdict(config)
     options = {key: flags[key] for key in NETWORK_OPTIONS[name] if flags.get(key) is not None}
@@ -469,10 +473,14 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
         announce(config, run_dir, collector, learner, logger)
         boundary, saved_step = collector.state_dict(), resumed_step
 
+        def on_row(row: int) -> bool:
+            logger.progress(learner.global_step + (row + 1) * config.num_envs)
+            return stop.received is None
+
         while learner.iteration < config.num_iterations:
             started, before = time.perf_counter(), learner.global_step
             timer.reset()
-            collected = collector.collect(learner.policy(), timer, stop)
+            collected = collector.collect(learner.policy(), timer, on_row)
             if collected is None:
                 break
             rollout, episodes = collected
@@ -500,20 +508,16 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
 
 
 def save(
-    config: PpoConfig,
-    run_dir: Path,
-    envs: VecEnv,
-    learner: Learner,
-    boundary: dict,
-    logger: RunLogger,
+    config: PpoConfig, run_dir: Path, envs: VecEnv, learner: Learner, boundary: dict[str, Any], logger: RunLogger,
     score: float | None = None,
-):
+) -> None:  # fmt: skip
     """Writes a checkpoint. boundary: the collector's state when the learner's counters became what they are.
 
     score: the mean return that decides whether this is the best checkpoint so far; None: it is not.
     """
     is_best = score is not None and score > learner.best_return
-    learner.best_return = max(score, learner.best_return) if is_best else learner.best_return
+    if is_best:
+        learner.best_return = score
     state = {
         "algo": "ppo", "version": fastrl.__version__, "config": config_files.as_dict(config),
         "env": dataclasses.asdict(config.env), "network": network_arguments(config, envs),
@@ -569,10 +573,11 @@ def announce(config: PpoConfig, run_dir: Path, collector: Collector, learner: Le
     for line in provenance():
         logger.info(line, show=False)
     envs, parameters = collector.envs, sum(p.numel() for p in learner.network.parameters())
+    threads = f", {config.threads} threads" if config.threads else ""
     logger.info(
-        f"PPO on {config.env_id}: {config.num_envs} envs ({config.backend}, {config.threads} threads) x {config.rollout_steps} steps, "
+        f"PPO on {config.env_id}: {config.num_envs} envs ({config.backend}{threads}) x {config.rollout_steps} steps, "
         f"{network_arguments(config, envs)['name']} with {parameters:,} parameters on {collector.obs.device} "
-        f"({torch.get_num_threads()} threads), kernels {config.kernels}"
+        f"({torch.get_num_threads()} threads), {config.kernels} kernels"
     )
     logger.info(f"writing to {run_dir}")
     if config.resume:

@@ -19,7 +19,7 @@ class Step(NamedTuple):
     """
 
     obs: np.ndarray
-    """[N, *obs_shape] obs_dtype. On an ended row the terminal observation; on a reset row the first of a new episode."""
+    """[N, *obs_shape] obs_dtype. On an ended row the terminal observation, on a reset row the first of the next one."""
     rewards: np.ndarray
     """[N] float32: what the agent learns from (clipped when `clip_rewards`); 0 on a reset row."""
     raw_rewards: np.ndarray
