@@ -41,7 +41,7 @@ void for_each_sample(std::size_t batch, int num_threads, std::size_t scratch_siz
   const bool parallel = batch >= min_samples_per_thread * static_cast<std::size_t>(num_threads) && num_threads > 1;
 #pragma omp parallel num_threads(num_threads) if (parallel)
   {
-    std::vector<Lane16> scratch(scratch_size);
+    std::vector<Aligned> scratch(scratch_size);
 #pragma omp for schedule(dynamic, 4)
     for (std::size_t b = 0; b < batch; ++b) sample(b, scratch.data());
   }
@@ -61,7 +61,7 @@ void attention_forward(const float* qkv, std::size_t batch, std::size_t length, 
   const AttentionShape shape{length, num_heads, width};
   const auto forward = implementation(isa).forward;
   const std::size_t columns = num_heads * width;
-  for_each_sample(batch, num_threads, attention_scratch(shape), [=](std::size_t b, Lane16* scratch) {
+  for_each_sample(batch, num_threads, attention_scratch(shape), [=](std::size_t b, Aligned* scratch) {
     const std::size_t first = b * length;
     forward(qkv + first * 3 * columns, shape, scratch, out + first * columns, stats + first * 2 * num_heads);
   });
@@ -73,7 +73,7 @@ void attention_backward(const float* qkv, const float* out, const float* stats, 
   const AttentionShape shape{length, num_heads, width};
   const auto backward = implementation(isa).backward;
   const std::size_t columns = num_heads * width;
-  for_each_sample(batch, num_threads, attention_scratch(shape), [=](std::size_t b, Lane16* scratch) {
+  for_each_sample(batch, num_threads, attention_scratch(shape), [=](std::size_t b, Aligned* scratch) {
     const std::size_t first = b * length;
     backward(qkv + first * 3 * columns, out + first * columns, stats + first * 2 * num_heads,
              grad_out + first * columns, shape, scratch, grad_qkv + first * 3 * columns);

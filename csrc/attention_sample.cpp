@@ -1,5 +1,6 @@
-// Compiled several times with ISA = baseline, avx2, avx512. Everything here is local to this file or in namespace ISA,
-// and no inline function of a library is used: the linker would be free to keep the copy with AVX-512 instructions.
+// Compiled several times, with ISA = baseline, avx2, avx512 and LANES = 4, 8, 16 floats in a vector. Everything here is
+// local to this file or in namespace ISA, and no inline function of a library is used: the linker would be free to keep
+// the copy with AVX-512 instructions.
 #include "attention_sample.h"
 
 #include <cstdint>
@@ -9,6 +10,10 @@ namespace fastrl::ISA {
 namespace {
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
+
+/// Heads that one pass works on side by side. A head costs a few multiply-adds per score, far too few for a matrix
+/// product, but heads are independent and all of one length: one vector lane per head needs no reduction and no padding.
+constexpr std::size_t num_lanes = LANES;
 
 typedef float Lanes __attribute__((vector_size(4 * num_lanes)));
 typedef std::int32_t IntLanes __attribute__((vector_size(4 * num_lanes)));
@@ -95,7 +100,7 @@ ALWAYS_INLINE void forward_rows(const Lanes* q, const Lanes* k, const Lanes* v, 
 }
 
 template <std::size_t width>
-void forward(const float* qkv, AttentionShape shape, Lane16* scratch, float* out, float* stats) {
+void forward(const float* qkv, AttentionShape shape, Aligned* scratch, float* out, float* stats) {
   const std::size_t length = shape.length, columns = shape.num_heads * width;
   Lanes* q = reinterpret_cast<Lanes*>(scratch);
   Lanes *k = q + length * width, *v = k + length * width;
@@ -153,7 +158,7 @@ ALWAYS_INLINE void backward_rows(const Lanes* q, const Lanes* k, const Lanes* v,
 
 template <std::size_t width>
 void backward(const float* qkv, const float* out, const float* stats, const float* grad_out, AttentionShape shape,
-              Lane16* scratch, float* grad_qkv) {
+              Aligned* scratch, float* grad_qkv) {
   const std::size_t length = shape.length, columns = shape.num_heads * width;
   Lanes* q = reinterpret_cast<Lanes*>(scratch);
   Lanes *k = q + length * width, *v = k + length * width, *grad = v + length * width;
@@ -198,7 +203,7 @@ void backward(const float* qkv, const float* out, const float* stats, const floa
 
 }  // namespace
 
-void attention_forward(const float* qkv, AttentionShape shape, Lane16* scratch, float* out, float* stats) {
+void attention_forward(const float* qkv, AttentionShape shape, Aligned* scratch, float* out, float* stats) {
   switch (shape.width) {
     case 1: return forward<1>(qkv, shape, scratch, out, stats);
     case 2: return forward<2>(qkv, shape, scratch, out, stats);
@@ -208,7 +213,7 @@ void attention_forward(const float* qkv, AttentionShape shape, Lane16* scratch, 
 }
 
 void attention_backward(const float* qkv, const float* out, const float* stats, const float* grad_out,
-                        AttentionShape shape, Lane16* scratch, float* grad_qkv) {
+                        AttentionShape shape, Aligned* scratch, float* grad_qkv) {
   switch (shape.width) {
     case 1: return backward<1>(qkv, out, stats, grad_out, shape, scratch, grad_qkv);
     case 2: return backward<2>(qkv, out, stats, grad_out, shape, scratch, grad_qkv);

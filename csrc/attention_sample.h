@@ -5,24 +5,21 @@
 
 namespace fastrl {
 
-/// Heads that one pass works on side by side. A head costs a few multiply-adds per score, far too few for a matrix
-/// product, but heads are independent and all of one length: one vector lane per head needs no reduction and no padding.
-constexpr std::size_t num_lanes = 16;
-
-struct alignas(64) Lane16 {
-  float lane[num_lanes];
+/// Scratch memory is handed over in pieces aligned to the widest vector.
+struct alignas(64) Aligned {
+  float lane[16];
 };
 
 struct AttentionShape {
   std::size_t length, num_heads, width;
 };
 
-/// Lane16s of scratch memory that one call needs.
-inline std::size_t attention_scratch(AttentionShape shape) { return (6 * shape.width + 3) * shape.length; }
+/// Pieces of scratch memory that one call needs, for any number of lanes.
+inline std::size_t attention_scratch(AttentionShape shape) { return (6 * shape.width + 2) * shape.length; }
 
-using AttentionForward = void(const float* qkv, AttentionShape, Lane16* scratch, float* out, float* stats);
+using AttentionForward = void(const float* qkv, AttentionShape, Aligned* scratch, float* out, float* stats);
 using AttentionBackward = void(const float* qkv, const float* out, const float* stats, const float* grad_out,
-                               AttentionShape, Lane16* scratch, float* grad_qkv);
+                               AttentionShape, Aligned* scratch, float* grad_qkv);
 
 #define FASTRL_DECLARE(isa)              \
   namespace isa {                        \

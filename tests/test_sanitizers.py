@@ -51,8 +51,15 @@ def sanitized(tmp_path_factory, compiler) -> Path:
     cmake = shutil.which("cmake", path=SEARCH_PATH)
     assert cmake, 'cmake is missing: pip install ".[test]"'
     nanobind = run([sys.executable, "-m", "nanobind", "--cmake_dir"]).stdout.strip()
-    definitions = ["-DSANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind}"]
-    run([cmake, "-S", str(ROOT / "csrc"), "-B", str(build), f"-DCMAKE_CXX_COMPILER={compiler}", *definitions])
+    options = {
+        "SANITIZE": "ON",
+        "CMAKE_BUILD_TYPE": "Debug",  # compiles faster and turns on nanobind's own checks
+        "CMAKE_CXX_COMPILER": compiler,
+        "Python_EXECUTABLE": sys.executable,
+        "nanobind_DIR": nanobind,
+    }
+    definitions = [f"-D{name}={value}" for name, value in options.items()]
+    run([cmake, "-S", str(ROOT / "csrc"), "-B", str(build), *definitions])
     run([cmake, "--build", str(build), "--parallel", "4"])
     return next(build.glob("_native*.so"))
 
