@@ -219,7 +219,6 @@ def main() -> int:
         if config.video:
             check_film(config.video_format)
         device = resolve_device(config.device)
-        configure_torch(threads=1)  # batches are small: more threads would mostly wait for each other
         path = checkpoint.resolve(config.run)
         network, env_config, state = load_policy(path, device)
         env_config = whole_games(env_config, "gymnasium" if config.video else config.backend)
@@ -230,6 +229,7 @@ def main() -> int:
         if config.video:
             envs.reset()
             envs.render(0)  # an env that cannot draw is found now
+    configure_torch(threads=1)  # batches are small: more threads would mostly wait for each other
     global_step = state.get("global_step", 0)
     kind = "greedy" if config.greedy else "sampled"
     print(f"checkpoint {path} (step {global_step:,}), {kind} actions on {device}")
