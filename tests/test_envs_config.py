@@ -54,11 +54,12 @@ def test_env_config_explicit_flag_wins_over_the_setting():
 
 
 @pytest.mark.parametrize(
-    "env_id, backend", [("Pong-v5", "envpool"), ("CartPole-v1", "envpool"), ("CartPole-v1", "gymnasium")]
+    ("env_id", "backend"), [("Pong-v5", "envpool"), ("CartPole-v1", "envpool"), ("CartPole-v1", "gymnasium")]
 )
 def test_env_config_resolved_twice_is_resolved_once(env_id, backend):
     once = EnvConfig(env_id=env_id, backend=backend).resolved()
-    assert once.resolved() == once and once.threads >= 1
+    assert once.resolved() == once
+    assert once.threads >= 1
 
 
 def test_env_config_subclass_stays_itself():
@@ -67,7 +68,8 @@ def test_env_config_subclass_stays_itself():
         gamma: float = 0.99
 
     config = Config(env_id="CartPole-v1", gamma=0.5)
-    assert type(config.resolved()) is Config and config.resolved().gamma == 0.5
+    assert type(config.resolved()) is Config
+    assert config.resolved().gamma == 0.5
     assert make_envs(config, 2, seed=0).obs_shape == (4,)
 
 
@@ -94,11 +96,12 @@ def test_env_config_every_game_is_known_to_every_backend():
     games = [EnvConfig(env_id=name) for name in gymnasium.registry if name.startswith("ALE/")]
     assert len(games) > 100
     for config in games:
-        assert rom_name(config.atari_game) in roms and envpool_id(config) in pools
+        assert rom_name(config.atari_game) in roms
+        assert envpool_id(config) in pools
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "message"),
     [
         (dict(sticky=1.5), "sticky .* between 0 and 1, got 1.5"),
         (dict(frame_skip=0), "frame_skip .* at least 1, got 0"),
@@ -123,7 +126,7 @@ def test_env_config_bad_values_are_refused_at_once(settings, message):
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    ("settings", "message"),
     [
         (dict(env_id="Pongg-v5"), "'Pongg-v5' is unknown: did you mean Pong-v5"),
         (dict(env_id="ALE/Breakot-v5"), "did you mean ALE/Breakout-v5"),
@@ -156,9 +159,13 @@ def test_make_envs_bad_number_of_envs_is_refused(num_envs):
 
 def test_env_seeds_are_distinct_positive_and_stable():
     seeds = env_seeds(42, 1000)
-    assert len(set(seeds)) == 1000 and min(seeds) > 0 and max(seeds) < 2**31
-    assert env_seeds(42, 10) == seeds[:10] and not set(env_seeds(43, 1000)) & set(seeds[:100])
-    assert env_seeds([5, 0], 2) == [5, 0] and env_seeds(np.array([5, 7]), 2) == [5, 7]
+    assert len(set(seeds)) == 1000
+    assert min(seeds) > 0
+    assert max(seeds) < 2**31
+    assert env_seeds(42, 10) == seeds[:10]
+    assert not set(env_seeds(43, 1000)) & set(seeds[:100])
+    assert env_seeds([5, 0], 2) == [5, 0]
+    assert env_seeds(np.array([5, 7]), 2) == [5, 7]
 
 
 @pytest.mark.parametrize("seed", [-1, [1], [1, 2, 3], [1, -2], [1, 2**31]])

@@ -22,11 +22,14 @@ def test_envs_shapes_and_dtypes(backend):
     envs = make_envs(EnvConfig(backend=backend), 3, seed=0)
     assert (envs.num_envs, envs.obs_shape, envs.obs_dtype, envs.num_actions) == (3, (4, 84, 84), np.uint8, 6)
     obs, (step,) = play(envs, 1)
-    assert obs.shape == step.obs.shape == (3, 4, 84, 84) and obs.dtype == step.obs.dtype == np.uint8
+    assert obs.shape == step.obs.shape == (3, 4, 84, 84)
+    assert obs.dtype == step.obs.dtype == np.uint8
     for name in ("rewards", "raw_rewards"):
-        assert getattr(step, name).shape == (3,) and getattr(step, name).dtype == np.float32
+        assert getattr(step, name).shape == (3,)
+        assert getattr(step, name).dtype == np.float32
     for name in ("terminated", "truncated", "was_reset", "game_over"):
-        assert getattr(step, name).shape == (3,) and getattr(step, name).dtype == bool
+        assert getattr(step, name).shape == (3,)
+        assert getattr(step, name).dtype == bool
     assert step.lives.dtype == np.int32
     envs.close()
 
@@ -51,10 +54,9 @@ BAD_ACTIONS = {
 def test_envs_refuse_bad_actions_and_go_on(backend):
     envs = make_envs(EnvConfig(backend=backend), 2, seed=0)
     envs.reset()
-    for case, actions in BAD_ACTIONS.items():
+    for actions in BAD_ACTIONS.values():
         with pytest.raises(ValueError, match="actions must"):
             envs.step(actions)
-            pytest.fail(f"accepted {case}")
     for actions in ([0, 5], torch.tensor([0, 5]), np.array([0, 5], np.uint8)):
         assert envs.step(actions).obs.shape == (2, 4, 84, 84)
 
@@ -150,14 +152,16 @@ def test_envs_life_loss_ends_the_learning_episode_but_not_the_game(backend):
         assert kinds.max() <= 1
         life_loss = row.terminated & ~row.game_over
         np.testing.assert_array_equal(life_loss, (row.lives < lives) & (row.lives > 0))
-        assert (row.lives[row.game_over] == 0).all() and (row.terminated | ~row.game_over).all()
+        assert (row.lives[row.game_over] == 0).all()
+        assert (row.terminated | ~row.game_over).all()
         for env in np.flatnonzero(life_loss_before):  # the stack runs on, whether the action counted or not
             np.testing.assert_array_equal(row.obs[env, :-1], previous[env, 1:])
         assert (row.raw_rewards[row.was_reset] == 0).all()
         episodes += stats.update(row.raw_rewards, row.terminated, row.truncated, row.was_reset, row.game_over)
         lost, over = lost + life_loss.sum(), over + row.game_over.sum()
         previous, lives, life_loss_before = row.obs, row.lives, life_loss
-    assert over == len(episodes) >= 2 and lost >= 4 * over
+    assert over == len(episodes) >= 2
+    assert lost >= 4 * over
     in_progress = stats.state_dict()["returns"].numpy().sum()
     assert sum(e.return_ for e in episodes) + in_progress == sum(row.raw_rewards.sum() for row in rows)
 
@@ -190,7 +194,8 @@ def test_envs_reset_starts_a_new_game(backend, episodic_life):
     assert min(row.lives[0] for row in rows) < 5
     envs.reset()
     row = envs.step([0])
-    assert row.lives[0] == 5 and not row.was_reset[0]
+    assert row.lives[0] == 5
+    assert not row.was_reset[0]
 
 
 @every_backend
@@ -200,9 +205,11 @@ def test_envs_whole_pong_game(backend):
     for row in rows:
         episodes += stats.update(row.raw_rewards, row.terminated, row.truncated, row.was_reset, row.game_over)
     assert len(episodes) == 1
-    assert -21 <= episodes[0].return_ <= -15 and episodes[0].length > 700
+    assert -21 <= episodes[0].return_ <= -15
+    assert episodes[0].length > 700
     ends = [t for t, row in enumerate(rows) if row.terminated[0]]
-    assert ends[0] + 1 == episodes[0].length and rows[ends[0] + 1].was_reset[0]
+    assert ends[0] + 1 == episodes[0].length
+    assert rows[ends[0] + 1].was_reset[0]
 
 
 @every_backend
@@ -213,7 +220,7 @@ def test_envs_full_action_space(backend):
     envs.step([17])
 
 
-@pytest.mark.parametrize("backend", ("envpool", "ale"))
+@pytest.mark.parametrize("backend", ["envpool", "ale"])
 def test_envs_threads_do_not_change_results(backend):
     def observations(threads):
         return play(make_envs(EnvConfig(backend=backend, threads=threads), 3, 0), 20)[1][-1].obs
@@ -221,7 +228,7 @@ def test_envs_threads_do_not_change_results(backend):
     np.testing.assert_array_equal(observations(1), observations(2))
 
 
-@pytest.mark.parametrize("backend", ("envpool", "ale"))
+@pytest.mark.parametrize("backend", ["envpool", "ale"])
 def test_envs_without_restore_say_so(backend):
     envs = make_envs(EnvConfig(backend=backend), 1, 0)
     assert not envs.can_restore

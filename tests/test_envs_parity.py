@@ -32,7 +32,7 @@ def test_ale_seed_is_positive():
     assert ALE_SEED > 0
 
 
-@pytest.mark.parametrize("sticky, steps", [(0.0, 200), (0.25, 500)])
+@pytest.mark.parametrize(("sticky", "steps"), [(0.0, 200), (0.25, 500)])
 def test_parity_ale_backend_is_the_reference_path(sticky, steps):
     """Pixels, rewards, flags and lives, up to the end of the first game (its last frame is stale in ale-py)."""
     settings = dict(sticky=sticky, stack_padding="zero")
@@ -42,7 +42,7 @@ def test_parity_ale_backend_is_the_reference_path(sticky, steps):
     assert sum(abs(row.raw_rewards[0]) for row in rows) >= steps // 100
 
 
-@pytest.mark.parametrize("sticky, steps", [(0.0, 200), (0.25, 1000)])
+@pytest.mark.parametrize(("sticky", "steps"), [(0.0, 200), (0.25, 1000)])
 def test_parity_envpool_is_gymnasium_with_max_pool_and_one_noop(sticky, steps):
     """Over more than one game; EnvPool's last frame of a game may be stale."""
     fast = make_envs(EnvConfig(sticky=sticky), 1, [ALE_SEED])
@@ -105,7 +105,7 @@ def test_parity_envpool_classic_control_step_by_step(env_id):
 
 
 @pytest.mark.parametrize("backend", ["envpool", "gymnasium"])
-@pytest.mark.parametrize("env_id, limit", [("CartPole-v1", 500), ("Acrobot-v1", 500), ("MountainCar-v0", 200)])
+@pytest.mark.parametrize(("env_id", "limit"), [("CartPole-v1", 500), ("Acrobot-v1", 500), ("MountainCar-v0", 200)])
 def test_parity_classic_control_time_limits_truncate(env_id, limit, backend):
     envs = make_envs(EnvConfig(env_id=env_id, backend=backend), 1, seed=0)
     obs = envs.reset()
@@ -113,6 +113,6 @@ def test_parity_classic_control_time_limits_truncate(env_id, limit, backend):
         # Pushes the cart under the leaning pole, which keeps CartPole up; in the others it reaches no goal.
         action = int(obs[0, 2] + 0.5 * obs[0, 3] + 0.02 * obs[0, 0] > 0) if env_id == "CartPole-v1" else 0
         row = envs.step([action])
-        assert row.truncated[0] == (t == limit - 1) and not row.terminated[0] and not row.was_reset[0], t
+        assert (row.terminated[0], row.truncated[0], row.was_reset[0]) == (False, t == limit - 1, False), t
         obs = row.obs
     assert envs.step([0]).was_reset[0]
