@@ -11,7 +11,7 @@ from types import ModuleType
 
 MODULES = {"native": "fastrl._native", "numba": "fastrl.kernels.numba", "reference": "fastrl.kernels.reference"}
 WAYS_OUT = {
-    "native": "install fastrl with a C++ compiler (`pip install .`), or choose `--kernels numba`",
+    "native": "install fastrl with a C++ compiler (`pip install .`), or choose `--kernels numba --attention plain`",
     "numba": "`pip install numba`, or choose `--kernels native`",
     "reference": "`pip install numpy`",
 }
