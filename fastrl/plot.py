@@ -29,6 +29,8 @@ NOT_COMPARED = frozenset(
         "eval_every eval_episodes eval_greedy checkpoint_every keep_checkpoints"
     ).split()
 )
+NAMED_FIRST = ("preset", "network")
+"""Settings that name a curve before others do."""
 RAW_POINTS = 20_000
 """Single episodes drawn per run at most, evenly thinned; the mean uses all of them."""
 
@@ -139,17 +141,25 @@ def _read_csv(path: Path, columns: Sequence[str]) -> np.ndarray:
 
 
 def _group(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
-    """Curves of one environment by label; a label names the settings in which its group differs from the others."""
+    """Curves of one environment by label: together where only the seed and the like differ."""
     groups: dict[tuple, list[Curve]] = {}
     for curve in curves:
-        compared = {key: str(value) for key, value in curve.config.items() if key not in NOT_COMPARED}
+        compared = {name: str(value) for name, value in curve.config.items() if name not in NOT_COMPARED}
         groups.setdefault(tuple(sorted(compared.items())), []).append(curve)
-    common = set.intersection(*(set(key) for key in groups))
-    labels: dict[str, list[Curve]] = {}
-    for key, group in groups.items():
-        label = ", ".join(f"{name} {value}" for name, value in key if (name, value) not in common)
-        labels[label or ("defaults" if len(groups) > 1 else "")] = group
-    return labels
+    return dict(zip(_labels([dict(key) for key in groups]), groups.values(), strict=True))
+
+
+def _labels(settings: Sequence[dict[str, str]]) -> list[str]:
+    """Names for groups by the settings that tell them apart, as few as do; empty for a group alone."""
+    named: list[str] = []
+    for name in sorted(set().union(*settings), key=lambda name: (name not in NAMED_FIRST, name)):
+        if len(_values(settings, [*named, name])) > len(_values(settings, named)):
+            named.append(name)
+    return [", ".join(f"{name} {group.get(name, 'unset')}" for name in named) for group in settings]
+
+
+def _values(settings: Sequence[dict[str, str]], names: Sequence[str]) -> set[tuple]:
+    return {tuple(group.get(name) for name in names) for group in settings}
 
 
 def _draw(curves: Sequence[Curve], out: Path, x: str, window: int) -> Path:

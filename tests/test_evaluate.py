@@ -249,6 +249,25 @@ def test_command_films_atari_in_colour(tmp_path: Path) -> None:
     assert len({frame.tobytes() for frame in frames}) > 1
 
 
+def test_a_run_of_ppo_can_be_evaluated_and_plotted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fastrl import plot
+    from fastrl.ppo import PpoConfig, train
+
+    threads = torch.get_num_threads()
+    sizes = dict(num_envs=4, num_steps=16, minibatch_size=32, total_timesteps=128, hidden_size=16)
+    run = train(PpoConfig(env_id="CartPole-v1", run_dir=str(tmp_path / "run"), compile=False, quiet=True, **sizes))
+    monkeypatch.setattr(sys, "argv", ["evaluate", str(run), "--episodes", "3"])
+    assert run_cli(main) == 0
+    torch.set_num_threads(threads)  # the command sets its own; later tests want theirs
+    assert "step_128.pt (step 128), sampled actions" in capsys.readouterr().out
+    curve = plot.read_run(run)
+    assert curve.env_id == "CartPole-v1"
+    assert len(curve.returns) > 0
+    assert (run / "learning_curve.png").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -103,6 +103,15 @@ def test_runs_with_other_settings_are_other_curves_named_by_the_difference(
     assert ax.lines[0].get_color() != ax.lines[1].get_color()
 
 
+def test_labels_name_no_more_than_tells_the_curves_apart() -> None:
+    presets = [dict(preset="a", gamma="0.9", clip="1"), dict(preset="b", gamma="0.99", clip="2")]
+    assert plot._labels(presets) == ["preset a", "preset b"]
+    assert plot._labels([*presets, dict(preset="b", gamma="0.99")]) == [
+        "preset a, clip 1", "preset b, clip 2", "preset b, clip unset",
+    ]  # fmt: skip
+    assert plot._labels(presets[:1]) == [""]
+
+
 def test_each_environment_has_its_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [_run(tmp_path / str(i), [1, 2], env_id=env_id) for i, env_id in enumerate(("A-v0", "B-v0", "C-v0"))]
     axes = _axes(tmp_path, monkeypatch, runs)
