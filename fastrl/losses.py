@@ -32,7 +32,7 @@ def ppo_loss(
     vf_coef: float,
     clip_vloss: bool = False,
 ) -> PpoLoss:
-    """Clipped surrogate objective with value loss and entropy bonus, averaged over the minibatch.
+    """Clipped surrogate objective with value loss and entropy bonus, averaged over the minibatch by its weights.
 
         ratio = pi(a|s) / pi_old(a|s)
         total = -mean(min(ratio A, clip(ratio, 1 +- clip_coef) A)) + vf_coef mean((V - R)^2) - ent_coef mean(entropy)
@@ -44,21 +44,25 @@ def ppo_loss(
     Returns: PpoLoss. approx_kl is mean((ratio - 1) - log ratio) (Schulman, "Approximating KL divergence", k3).
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9. The value error is the plain mean square, without 1/2.
     """
+
+    def mean(x: Tensor) -> Tensor:
+        return (x * batch.weights).sum() / batch.weights.sum()
+
     log_probs = F.log_softmax(logits, dim=1)
     log_ratio = log_probs.gather(1, batch.actions[:, None])[:, 0] - batch.logprobs
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    policy_loss = -torch.min(ratio * batch.advantages, clipped * batch.advantages).mean()
+    policy_loss = -mean(torch.min(ratio * batch.advantages, clipped * batch.advantages))
 
     value_error = (values - batch.returns).square()
     if clip_vloss:
         near = batch.values + (values - batch.values).clamp(-clip_coef, clip_coef)
         value_error = torch.max(value_error, (near - batch.returns).square())
-    value_loss = value_error.mean()
+    value_loss = mean(value_error)
 
-    entropy = -(log_probs.exp() * log_probs).sum(dim=1).mean()
+    entropy = -mean((log_probs.exp() * log_probs).sum(dim=1))
     total = policy_loss + vf_coef * value_loss - ent_coef * entropy
     with torch.no_grad():
-        approx_kl = (ratio - 1 - log_ratio).mean()
-        clip_fraction = ((ratio - 1).abs() > clip_coef).float().mean()
+        approx_kl = mean(ratio - 1 - log_ratio)
+        clip_fraction = mean(((ratio - 1).abs() > clip_coef).to(ratio.dtype))
     return PpoLoss(total, policy_loss, value_loss, entropy, approx_kl, clip_fraction)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fastrl
 from fastrl import checkpoint, plot, schedules
@@ -295,14 +296,14 @@ class Learner:
         """Epochs of clipped policy-gradient steps on one rollout. Returns metrics under the names of metrics.jsonl."""
         config, device = self.config, rollout.obs.device
         with timer("gae"):
-            batch, explained_variance = training_batch(rollout, config)
+            batch, explained_variance = training_rows(rollout, config)
         rows = np.flatnonzero(rollout.valid)
         losses: list[PpoLoss] = []
         learning_rate = self._set_learning_rate()
         self.network.train()
-        for indices in minibatches(rows, config, self.shuffle):
+        for indices, weights in minibatches(rows, config, self.shuffle):
             with timer("gather"):
-                minibatch = Minibatch(*(x[indices.to(device)] for x in batch))
+                minibatch = Minibatch(*(x[indices.to(device)] for x in batch), weights.to(device))
             with timer("update"):
                 losses.append(self._loss(minibatch))
                 # sync: only where a KL limit needs the number
@@ -386,15 +387,15 @@ def minibatch_loss(network: nn.Module, config: PpoConfig) -> Callable[[Minibatch
 
     def loss(batch: Minibatch) -> PpoLoss:
         if norm_minibatch:
-            batch = batch._replace(advantages=normalise(batch.advantages))
+            batch = batch._replace(advantages=normalise(batch.advantages, batch.weights))
         logits, values = network(batch.obs)
         return ppo_loss(logits, values, batch, **coefs)
 
     return loss
 
 
-def training_batch(rollout: Rollout, config: PpoConfig) -> tuple[Minibatch, float | None]:
-    """The rollout with advantages and returns, flattened to [T * N] rows (row t * N + n; invalid ones included).
+def training_rows(rollout: Rollout, config: PpoConfig) -> tuple[tuple[Tensor, ...], float | None]:
+    """The fields of `Minibatch` up to `values`, for all T * N rows of the rollout (t * N + n; invalid ones too).
 
     Also the explained variance 1 - Var(returns - values) / Var(returns); None where all returns are equal.
     """
@@ -408,29 +409,36 @@ def training_batch(rollout: Rollout, config: PpoConfig) -> tuple[Minibatch, floa
     spread = returns[rollout.valid].var() if rollout.valid.any() else 0.0
     explained = 1 - float(advantages[rollout.valid].var() / spread) if spread > 0 else None
     if config.norm_adv == "rollout":
-        advantages = normalise(torch.from_numpy(advantages), torch.from_numpy(rollout.valid)).numpy()
+        advantages = normalise(torch.from_numpy(advantages), torch.from_numpy(rollout.valid).float()).numpy()
     device = rollout.obs.device
     tensors = (
         rollout.obs, rollout.actions, rollout.logprobs,
         torch.from_numpy(advantages).to(device), torch.from_numpy(returns).to(device), rollout.values[:-1],
     )  # fmt: skip
-    return Minibatch(*(x.flatten(0, 1) for x in tensors)), explained
+    return tuple(x.flatten(0, 1) for x in tensors), explained
 
 
-def normalise(advantages: Tensor, valid: Tensor | None = None) -> Tensor:
-    """(A - mean) / (std + 1e-8), with the mean and unbiased std of the valid entries.
+def normalise(advantages: Tensor, weights: Tensor) -> Tensor:
+    """(A - mean) / (std + 1e-8), with the mean and unbiased std over the rows of weight 1 (the others have weight 0).
 
-    Finite for a single entry (its deviation counts as 0) and for equal ones.
+    Finite for a single row (its deviation counts as 0) and for equal ones.
     """
-    counted = advantages if valid is None else advantages[valid]
-    std = counted.std(correction=1 if counted.numel() > 1 else 0)
-    return (advantages - counted.mean()) / (std + 1e-8)
+    count = weights.sum()
+    mean = (advantages * weights).sum() / count
+    variance = ((advantages - mean).square() * weights).sum() / (count - 1).clamp(min=1)
+    return (advantages - mean) / (variance.sqrt() + 1e-8)
 
 
-def minibatches(rows: np.ndarray, config: PpoConfig, shuffle: np.random.Generator) -> Iterator[Tensor]:
-    """Every row index once per epoch, shuffled anew, in pieces of at most `minibatch_size`: int64 [B]."""
+def minibatches(rows: np.ndarray, config: PpoConfig, shuffle: np.random.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Row indices, int64 [B], and their weights, float32 [B]: each of `rows` once per epoch, in an order shuffled anew.
+
+    B is the same for all; the last minibatch of an epoch repeats row 0 of the rollout with weight 0 where it must.
+    """
+    size = min(config.minibatch_size, config.batch_size)
     for _ in range(config.update_epochs if len(rows) else 0):
-        yield from torch.from_numpy(shuffle.permutation(rows)).split(config.minibatch_size)
+        for indices in torch.from_numpy(shuffle.permutation(rows)).split(size):
+            filler = size - len(indices)
+            yield F.pad(indices, (0, filler)), F.pad(torch.ones(len(indices)), (0, filler))
 
 
 def network_arguments(config: PpoConfig, envs: VecEnv) -> dict[str, Any]:

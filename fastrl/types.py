@@ -69,7 +69,11 @@ class Rollout(NamedTuple):
 
 
 class Minibatch(NamedTuple):
-    """B transitions of a rollout in torch tensors, as `losses.ppo_loss` takes them. Shape [B] float32 unless stated."""
+    """B transitions of a rollout in torch tensors, as `losses.ppo_loss` takes them. Shape [B] float32 unless stated.
+
+    Every minibatch of a run has the same B, so that compiled code sees one shape: the last one of an epoch is filled up
+    with rows of weight 0.
+    """
 
     obs: torch.Tensor
     """[B, *obs_shape]"""
@@ -80,3 +84,5 @@ class Minibatch(NamedTuple):
     returns: torch.Tensor
     values: torch.Tensor
     """V(obs) when the rollout was collected."""
+    weights: torch.Tensor
+    """1 for a transition, 0 for a row that only fills up the minibatch."""
