@@ -50,7 +50,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard csrc/*)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-.venv/installed-test: .venv/installed
-	@echo "Installing what the tests need ..."
+.venv/installed-test: .venv/bin/python $(SOURCES)
+	@echo "Installing fastrl, its dependencies and the test tools into .venv (the first time takes a few minutes) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
-	@touch $@
+	@touch .venv/installed $@
