@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from fastrl.runtime import atomic_file
 
@@ -41,10 +41,10 @@ def parse(cls: type[ConfigT], algo: str, argv: Sequence[str]) -> ConfigT:
     settings = read_toml(Path(given.config)) if given.config else {}
     flags: list[str] = []
     if preset := given.preset or settings.get("preset"):
-        flags += as_flags(read_preset(algo, preset))
-    flags += as_flags(settings)
+        flags += as_flags(cls, read_preset(algo, preset))
+    flags += as_flags(cls, settings)
     if given.resume:
-        flags += as_flags(read_toml(run_dir_of(given.resume) / "config.toml"))
+        flags += as_flags(cls, read_toml(run_dir_of(given.resume) / "config.toml"))
     return _parse_flags(cls, f"python -m fastrl.{algo}", [*flags, *argv])
 
 
@@ -80,12 +80,16 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot read the settings in {path}: {reason}") from None
 
 
-def as_flags(settings: dict[str, Any]) -> list[str]:
-    """{"num_envs": 8, "compile": False} -> ["--num-envs", "8", "--no-compile"]."""
+def as_flags(cls: type, settings: dict[str, Any]) -> list[str]:
+    """{"num_envs": 8, "compile": False} -> ["--num-envs", "8", "--no-compile"].
+
+    A field of type `bool | None` has three states and so takes a word: ["--fire-reset", "False"].
+    """
+    types = get_type_hints(cls)
     flags = []
     for name, value in settings.items():
         flag = name.replace("_", "-")
-        if isinstance(value, bool):
+        if isinstance(value, bool) and types.get(name) is bool:
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             flags += [f"--{flag}", str(value)]

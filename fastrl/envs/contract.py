@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 
+from fastrl.runtime import available_cores
 from fastrl.types import Step
 
 ATARI_SETTINGS = {
@@ -239,25 +238,6 @@ def check_actions(actions: Any, num_envs: int, num_actions: int) -> np.ndarray:
     if low < 0 or high >= num_actions:
         raise ValueError(f"actions must be between 0 and {num_actions - 1}, got {low} to {high}")
     return array.astype(np.int32)
-
-
-def available_cores() -> int:
-    """Cores this process may use: its CPU affinity, and the CPU quota of its control group."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for quota in _cgroup_quotas():
-        cores = min(cores, max(1, int(quota)))
-    return cores
-
-
-def _cgroup_quotas(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> list[float]:
-    """CPU limits, in cores, of this process's control group (version 2) and the groups around it."""
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    group = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), None)
-    if group is None:
-        return []
-    limits = [root / part / "cpu.max" for part in (Path(group), *Path(group).parents)]
-    limits = [limit.read_text().split() for limit in limits if limit.exists()]
-    return [int(quota) / int(period) for quota, period in limits if quota != "max"]
 
 
 def atari_game(env_id: str) -> str | None:
