@@ -48,6 +48,15 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path} is damaged or not a checkpoint ({reason}){_another(path)}") from error
 
 
+def is_complete(path: str | os.PathLike[str]) -> bool:
+    """Whether `load` can read this file."""
+    try:
+        _read(Path(path))
+    except Exception:  # whatever torch.load finds wrong with it
+        return False
+    return True
+
+
 def save_run(
     run_dir: str | os.PathLike[str], step: int, state: Mapping[str, Any], keep: int = 3, is_best: bool = False
 ) -> Path:
@@ -162,14 +171,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _another(path: Path) -> str:
     """The end of an error message: the newest checkpoint beside `path` that loads, if any does."""
-    for other in _step_files(path.parent):
-        if other.name != path.name:
-            try:
-                _read(other)
-            except Exception:  # damaged as well: look further
-                continue
-            return f"; use {other} instead"
-    return ""
+    complete = (other for other in _step_files(path.parent) if other.name != path.name and is_complete(other))
+    return f"; use {other} instead" if (other := next(complete, None)) else ""
 
 
 def _step(path: Path) -> int:

@@ -499,11 +499,11 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
                 logger.episode(episode, before + (row + 1) * config.num_envs)
             logger.iteration(metrics | {"sps": rollout.valid.size / (time.perf_counter() - started)}, timer.seconds)
 
-            score = None if config.eval_every else logger.recent_return
-            if evaluated := passed(config.eval_every, before, learner.global_step):
-                score = run_evaluation(config, make_envs, learner, logger)
-            if evaluated or passed(config.checkpoint_every, before, learner.global_step):
-                save(config, run_dir, envs, learner, boundary, logger, score)
+            evaluated = None
+            if passed(config.eval_every, before, learner.global_step):
+                evaluated = run_evaluation(config, make_envs, learner, logger)
+            if evaluated is not None or passed(config.checkpoint_every, before, learner.global_step):
+                save(config, run_dir, envs, learner, boundary, logger, evaluated)
                 saved_step = learner.global_step
 
         # An interrupted rollout is not kept: the run goes on from its first step.
@@ -517,12 +517,14 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
 
 def save(
     config: PpoConfig, run_dir: Path, envs: VecEnv, learner: Learner, boundary: dict[str, Any], logger: RunLogger,
-    score: float | None = None,
+    evaluated: float | None = None,
 ) -> None:  # fmt: skip
     """Writes a checkpoint. boundary: the collector's state when the learner's counters became what they are.
 
-    score: the mean return that decides whether this is the best checkpoint so far; None: it is not.
+    evaluated: the mean return of an evaluation just made. The best checkpoint is the one that evaluated best, or without
+    evaluations the one with the best mean return of the last 100 episodes.
     """
+    score = evaluated if config.eval_every else logger.recent_return
     is_best = score is not None and score > learner.best_return
     if is_best:
         learner.best_return = score
@@ -553,7 +555,7 @@ def load_resumable(config: PpoConfig) -> dict[str, Any]:
     if saved.get("algo") != "ppo":
         raise ValueError(f"checkpoint {path} is of algorithm {saved.get('algo')!r}, expected 'ppo'")
     newest = checkpoint.resolve(config_files.run_dir_of(path))
-    if config.run_dir is None and checkpoint.load(newest)["global_step"] > saved["global_step"]:
+    if config.run_dir is None and newest.name != path.resolve().name and checkpoint.is_complete(newest):
         raise ValueError(
             f"{path} is not the newest checkpoint of its run ({newest.name}): add --run-dir NEW to branch off from it"
         )
