@@ -339,14 +339,15 @@ class Learner:
         """Means over the minibatches, once they and the parameters are known to be finite. sync: one per update."""
         if not losses:
             return {}
-        means = torch.stack([torch.stack([x.detach() for x in loss]) for loss in losses]).mean(dim=0)
+        means = torch.stack([torch.stack([x.detach() for x in loss[1:]]) for loss in losses]).mean(dim=0)
         norms = torch.stack(torch._foreach_norm([p.detach() for p in self.network.parameters()]))
-        terms = [*PpoLoss._fields, *(f"the norm of parameter {name}" for name, _ in self.network.named_parameters())]
+        names = PpoLoss._fields[1:]
+        terms = [*names, *(f"the norm of parameter {name}" for name, _ in self.network.named_parameters())]
         values = torch.cat([means, norms]).tolist()
         for term, value in zip(terms, values, strict=True):
             if not math.isfinite(value):
                 raise RunFailed(f"{term} is {value} after the update at step {self.global_step:,}")
-        return dict(zip(PpoLoss._fields[1:], values[1:], strict=False))
+        return dict(zip(names, values, strict=False))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -521,8 +522,8 @@ def save(
 ) -> None:  # fmt: skip
     """Writes a checkpoint. boundary: the collector's state when the learner's counters became what they are.
 
-    evaluated: the mean return of an evaluation just made. The best checkpoint is the one that evaluated best, or without
-    evaluations the one with the best mean return of the last 100 episodes.
+    evaluated: the mean return of an evaluation just made. The best checkpoint is the one that evaluated best or,
+    without evaluations, the one with the best mean return of the last 100 episodes.
     """
     score = evaluated if config.eval_every else logger.recent_return
     is_best = score is not None and score > learner.best_return
