@@ -133,26 +133,28 @@ def run_name(config: Any, algo: str) -> str:
 def _parse_flags(cls: type[ConfigT], prog: str, flags: list[str]) -> ConfigT:
     import tyro
 
+    if {"-h", "--help"} & set(flags):
+        tyro.cli(cls, prog=prog, args=["--help"])
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors), _wide_terminal():
             return tyro.cli(cls, prog=prog, args=flags)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
+    except SystemExit:
         raise ValueError(f"{_one_line(errors.getvalue())} (see {prog} --help)") from None
 
 
 @contextlib.contextmanager
 def _wide_terminal():
-    """tyro wraps its messages at the terminal's width; without a terminal they shall stay on one line."""
+    """tyro wraps its messages at the terminal's width; an error shall stay on one line."""
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = before or "1000"
+    os.environ["COLUMNS"] = "1000"
     try:
         yield
     finally:
         if before is None:
             del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
 
 
 def _one_line(box: str) -> str:

@@ -1,0 +1,59 @@
+"""Training steps/s: one whole iteration (rollout and update) of the default preset against the reference loop.
+
+`pytest bench/bench_ppo.py --benchmark-only`. Both play real Pong with the prototype's network and hyper-parameters; the
+reference plays shorter rollouts with the same work per step, since a whole one takes half a minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fastrl import config as config_files
+from fastrl.envs import make_envs
+from fastrl.networks import make_network
+from fastrl.ppo import Collector, Learner, PpoConfig, network_arguments
+from fastrl.runtime import available_cores, configure_torch
+from fastrl.timing import PhaseTimer
+
+REFERENCE_STEPS = 1024
+
+
+def iteration(preset: str, **changes):
+    """A function that plays one rollout and learns from it, and the number of steps in it."""
+    config = config_files.parse(PpoConfig, "ppo", ["--preset", preset]).resolved()
+    config = dataclasses.replace(config, **changes)
+    configure_torch(available_cores())
+    torch.manual_seed(0)
+    envs = make_envs(config.env, config.num_envs, 0)
+    learner = Learner(make_network(**network_arguments(config, envs)), config)
+    collector = Collector(envs, config.rollout_steps, torch.device("cpu"), 0)
+
+    def run() -> None:
+        rollout, _ = collector.collect(learner.policy(), PhaseTimer(), lambda row: True)
+        learner.update(rollout, PhaseTimer())
+
+    return run, config.batch_size
+
+
+VARIANTS = {
+    "reference": ("reference", dict(num_steps=REFERENCE_STEPS)),
+    "default": ("default", dict()),
+    "default, not compiled": ("default", dict(compile=False)),
+    "default, plain attention": ("default", dict(attention="plain")),
+    "default, not folded": ("default", dict(fold=False)),
+    "default, 8 envs": ("default", dict(num_envs=8)),
+    "default, 64 envs": ("default", dict(num_envs=64)),
+    "cleanrl-atari": ("cleanrl-atari", dict(env_id="ALE/Pong-v5")),
+}
+
+
+@pytest.mark.benchmark(group="ppo-iteration", warmup=False)
+@pytest.mark.parametrize("name", VARIANTS)
+def bench_ppo_iteration(benchmark, name):
+    preset, changes = VARIANTS[name]
+    run, steps = iteration(preset, **changes)
+    benchmark.pedantic(run, rounds=3, warmup_rounds=1)
+    benchmark.extra_info["steps_per_second"] = round(steps / benchmark.stats.stats.median)
