@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fastrl
-from fastrl import checkpoint, plot, schedules
+from fastrl import checkpoint, kernels, plot, schedules
 from fastrl import config as config_files
 from fastrl.envs import EnvConfig, EpisodeStats, VecEnv
 from fastrl.envs import make_envs as default_make_envs
@@ -36,6 +36,7 @@ from fastrl.runtime import (
     RunFailed,
     StopSignal,
     available_cores,
+    check_compiler,
     configure_torch,
     provenance,
     resolve_device,
@@ -469,6 +470,7 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
         resumed_step = saved["global_step"] if saved else None
         # Envs that cannot be restored must not replay what the run has seen: after a resume they get new seeds.
         envs = make_envs(config.env, config.num_envs, derived_seed(config.seed, resumed_step) if saved else config.seed)
+        check_installed(config, network_arguments(config, envs)["name"], device)
         network = make_network(**network_arguments(config, envs)).to(device)
         run_dir = config_files.open_run_dir(config, "ppo")
     timer, learner = PhaseTimer(), Learner(network, config)
@@ -547,6 +549,15 @@ def run_evaluation(config: PpoConfig, make_envs: Callable, learner: Learner, log
         episodes = evaluate(act, envs, config.eval_episodes, MAX_EVAL_STEPS)
     logger.evaluation(learner.global_step, episodes)
     return float(np.mean([episode.return_ for episode in episodes])) if episodes else None
+
+
+def check_installed(config: PpoConfig, network: str, device: torch.device) -> None:
+    """Raises ValueError if this config needs a kernel or a compiler that is not here."""
+    kernels.choose(config.kernels)
+    if network == "attention-cnn" and config.attention == "fused" and device.type == "cpu":
+        kernels.choose("native")
+    if config.compile:
+        check_compiler(device)
 
 
 def load_resumable(config: PpoConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import platform
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +181,15 @@ def resolve_device(name: str) -> torch.device:
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
         raise ValueError(f"device {name!r}: there are only {torch.cuda.device_count()} GPUs, counted from cuda:0")
     return torch.device(name)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises ValueError where torch.compile would find no C++ compiler for this device."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(
+            f"torch.compile on CPU needs the C++ compiler {compiler}: install it, set CXX, or use --no-compile"
+        )
 
 
 def configure_torch(threads: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastrl import checkpoint
+from fastrl import checkpoint, kernels
 from fastrl.ppo import main
 from fastrl.runtime import run_cli
 
@@ -87,6 +87,25 @@ def test_command_says_a_mistake_in_one_line_and_leaves_nothing(argv, message, tm
     assert len(err.splitlines()) == 1, err
     assert err.startswith("error: ")
     assert re.search(message, err), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_says_that_a_compiler_is_missing(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert run_cli(lambda: main([*SMALL, "--compile"])) == 2
+    assert "/nowhere/g++: install it, set CXX, or use --no-compile" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_says_that_the_native_kernels_are_missing(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(kernels.MODULES, "native", "fastrl.not_built")
+    assert run_cli(lambda: main(SMALL)) == 2
+    assert "--kernels numba" in capfd.readouterr().err
+    pong = ["--num-envs", "1", "--num-steps", "2", "--no-compile", "--kernels", "numba"]
+    assert run_cli(lambda: main(pong)) == 2
+    assert "--attention plain" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
