@@ -1,12 +1,16 @@
 """Training steps/s: one whole iteration (rollout and update) of the default preset against the reference loop.
 
-`pytest bench/bench_ppo.py --benchmark-only`. Both play real Pong with the prototype's network and hyper-parameters; the
-reference plays shorter rollouts with the same work per step, since a whole one takes half a minute.
+`pytest bench/bench_ppo.py --benchmark-only`, or, for ratios on a machine whose speed drifts, the variants in turn:
+`python bench/bench_ppo.py reference default --rounds 5`. All play real Pong; the reference plays shorter rollouts with the
+same work per step, since a whole one takes half a minute.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import statistics
+import time
 
 import pytest
 import torch
@@ -57,3 +61,29 @@ def bench_ppo_iteration(benchmark, name):
     run, steps = iteration(preset, **changes)
     benchmark.pedantic(run, rounds=3, warmup_rounds=1)
     benchmark.extra_info["steps_per_second"] = round(steps / benchmark.stats.stats.median)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Median training steps/s of some variants, played in turn.")
+    parser.add_argument("variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=", ".join(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    prepared = {name: iteration(VARIANTS[name][0], **VARIANTS[name][1]) for name in arguments.variants}
+    speeds: dict[str, list[float]] = {name: [] for name in prepared}
+    for number in range(arguments.rounds + 1):
+        for name, (run, steps) in prepared.items():
+            start = time.perf_counter()
+            run()
+            if number:  # the first round compiles
+                speeds[name].append(steps / (time.perf_counter() - start))
+    base = arguments.variants[0]
+    for name, values in speeds.items():
+        ratios = [value / other for value, other in zip(values, speeds[base], strict=True)]
+        print(
+            f"{name:28} {statistics.median(values):7.0f} steps/s (from {min(values):.0f} to {max(values):.0f}), "
+            f"{statistics.median(ratios):.2f} times {base}"
+        )
+
+
+if __name__ == "__main__":
+    main()
