@@ -1,8 +1,8 @@
 """Training steps/s: one whole iteration (rollout and update) of the default preset against the reference loop.
 
 `pytest bench/bench_ppo.py --benchmark-only`, or, for ratios on a machine whose speed drifts, the variants in turn:
-`python bench/bench_ppo.py reference default --rounds 5`. All play real Pong; the reference plays shorter rollouts with the
-same work per step, since a whole one takes half a minute.
+`python bench/bench_ppo.py reference default --rounds 5`. All play real Pong; the reference plays shorter rollouts with
+the same work per step, since a whole one takes half a minute.
 """
 
 from __future__ import annotations
