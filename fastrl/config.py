@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import io
 import os
 import re
@@ -18,7 +19,8 @@ import tomllib
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from fastrl.runtime import atomic_file
 
@@ -29,8 +31,8 @@ PLACES = ("config", "resume", "run_dir")
 def parse(cls: type[ConfigT], algo: str, argv: Sequence[str]) -> ConfigT:
     """Reads the configuration of one run.
 
-    In rising priority: the defaults of `cls`; `--preset NAME`; `--config FILE`; the config.toml of `--resume RUN`; the
-    other flags.
+    In rising priority: the defaults of `cls`; `--preset NAME`; `--config FILE`; the other flags. With `--resume RUN`:
+    the config.toml of the run; the other flags. Whole numbers may be written as 1e6.
 
     Raises: ValueError with one line for what the user got wrong; SystemExit(0) after `--help`.
     """
@@ -38,19 +40,27 @@ def parse(cls: type[ConfigT], algo: str, argv: Sequence[str]) -> ConfigT:
     for flag in ("--preset", "--config", "--resume"):
         sources.add_argument(flag, nargs="?")
     given, _ = sources.parse_known_args(argv)
-    settings = read_toml(Path(given.config)) if given.config else {}
     flags: list[str] = []
-    if preset := given.preset or settings.get("preset"):
-        flags += as_flags(cls, read_preset(algo, preset))
-    flags += as_flags(cls, settings)
     if given.resume:
-        flags += as_flags(cls, read_toml(run_dir_of(given.resume) / "config.toml"))
-    return _parse_flags(cls, f"python -m fastrl.{algo}", [*flags, *argv])
+        if given.preset or given.config:
+            raise ValueError("--resume goes on with the settings of the run: leave --preset and --config out")
+        run_dir = run_dir_of(given.resume)
+        if not (run_dir / "config.toml").exists():
+            raise ValueError(f"--resume {given.resume}: there is no run (no config.toml in {run_dir})")
+        flags += read_settings(cls, run_dir / "config.toml")
+    else:
+        settings = read_toml(Path(given.config)) if given.config else {}
+        if preset := given.preset or settings.get("preset"):
+            flags += as_flags(cls, read_preset(algo, preset))
+        flags += read_settings(cls, Path(given.config)) if given.config else []
+    return _parse_flags(cls, f"python -m fastrl.{algo}", [*flags, *map(_whole_number, argv)])
 
 
 def run_dir_of(path: str | Path) -> Path:
     """The run directory that a run or one of its checkpoints belongs to."""
     path = Path(path)
+    if (path / "config.toml").exists():
+        return path
     if path.is_file() or path.suffix == ".pt":
         path = path.parent
     return path.parent if path.name == "checkpoints" else path
@@ -74,10 +84,21 @@ def read_preset(algo: str, name: str) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file. Raises: ValueError when it cannot be read."""
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"cannot read the settings in {path}: {reason}") from None
+
+
+def read_settings(cls: type, path: Path) -> list[str]:
+    """The flags for the settings of `cls` in a TOML file. Raises: ValueError for a key that is no setting."""
+    settings = read_toml(path)
+    known = {field.name for field in dataclasses.fields(cls)} - set(PLACES)
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"{path}: {name!r} is no setting" + (f", did you mean {close[0]!r}?" if close else ""))
+    return as_flags(cls, settings)
 
 
 def as_flags(cls: type, settings: dict[str, Any]) -> list[str]:
@@ -103,31 +124,57 @@ def as_dict(config: Any) -> dict[str, Any]:
     }
 
 
-def open_run_dir(config: Any, algo: str) -> Path:
-    """Creates the run directory of `config` with its `config.toml`, or finds the one that it resumes.
+def check_types(config: Any) -> None:
+    """Raises ValueError unless every field holds a value of its declared type; an int passes for a float."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if get_origin(hint) is Literal:
+            fits, expected = value in get_args(hint), f"one of {', '.join(map(repr, get_args(hint)))}"
+        else:
+            kinds = get_args(hint) or (hint,)
+            kinds += (int,) if float in kinds else ()
+            fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            expected = " or ".join("None" if kind is NoneType else kind.__name__ for kind in get_args(hint) or (hint,))
+        if not fits:
+            raise ValueError(f"{field.name} is {value!r} ({type(value).__name__}), expected {expected}")
 
-    Raises: ValueError if it holds a run already; OSError if it cannot be written.
+
+def create_run_dir(config: Any, algo: str) -> Path:
+    """Creates the run directory of `config`, or finds the one that it resumes.
+
+    Raises: ValueError if it holds a run already; OSError if it cannot be created.
     """
+    if config.run_dir is None and config.resume:
+        return run_dir_of(config.resume)
+    run_dir = Path(config.run_dir or f"runs/{run_name(config, algo)}")
+    if (run_dir / "config.toml").exists():
+        raise ValueError(
+            f"run_dir {run_dir} holds a run already: choose another, or continue it with --resume {run_dir}"
+        )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
+def write(config: Any, run_dir: Path) -> None:
+    """Writes `config.toml` of a run atomically."""
     import tomli_w
 
-    if config.run_dir is None and config.resume:
-        run_dir = run_dir_of(config.resume)
-    else:
-        run_dir = Path(config.run_dir or f"runs/{run_name(config, algo)}")
-        if (run_dir / "config.toml").exists():
-            raise ValueError(
-                f"run_dir {run_dir} already holds a run: choose another, or continue it with --resume {run_dir}"
-            )
-    run_dir.mkdir(parents=True, exist_ok=True)
     with atomic_file(run_dir / "config.toml") as file:
         file.write(tomli_w.dumps(as_dict(config)).encode())
-    return run_dir
 
 
 def run_name(config: Any, algo: str) -> str:
     """<env>__<algo>__<seed>__<time>-<short id>."""
-    env = config.env_id.removeprefix("ALE/").replace("/", "-")
+    env = re.sub(r"[^A-Za-z0-9.]+", "-", config.env_id.removeprefix("ALE/"))
     return f"{env}__{algo}__{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _whole_number(word: str) -> str:
+    """1e6 -> 1000000; any other word as it is."""
+    return (
+        str(int(float(word))) if re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", word) and float(word).is_integer() else word
+    )
 
 
 def _parse_flags(cls: type[ConfigT], prog: str, flags: list[str]) -> ConfigT:

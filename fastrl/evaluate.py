@@ -73,7 +73,9 @@ class EvaluateConfig:
         return 1 if self.video else min(self.num_envs or 8, self.episodes)
 
 
-def evaluate(act: Act, envs: VecEnv, episodes: int, max_steps: int) -> list[Episode]:
+def evaluate(
+    act: Act, envs: VecEnv, episodes: int, max_steps: int, keep_going: Callable[[], bool] = lambda: True
+) -> list[Episode]:
     """Play `episodes` whole games, each from its beginning.
 
     How many games each env plays is fixed beforehand (as even as can be), so that short games are not counted more
@@ -84,6 +86,7 @@ def evaluate(act: Act, envs: VecEnv, episodes: int, max_steps: int) -> list[Epis
       envs: N envs that end no game early (`episodic_life` off); they are reset first.
       episodes: games to record, over all envs.
       max_steps: steps of `envs` after which the games still going are given up.
+      keep_going: asked before every step; where it returns False the evaluation ends with what it has.
 
     Returns: the episodes in the order in which they ended; fewer than asked for, and a warning, if `max_steps` came
       first.
@@ -94,6 +97,8 @@ def evaluate(act: Act, envs: VecEnv, episodes: int, max_steps: int) -> list[Epis
     finished: list[Episode] = []
     obs = envs.reset()
     for _ in range(max_steps):
+        if not keep_going():
+            return finished
         step = envs.step(act(obs))
         obs = step.obs
         ended = stats.update(step.raw_rewards, step.terminated, step.truncated, step.was_reset, step.game_over)
@@ -221,7 +226,7 @@ def main() -> int:
         device = resolve_device(config.device)
         path = checkpoint.resolve(config.run)
         network, env_config, state = load_policy(path, device)
-        env_config = whole_games(env_config, "gymnasium" if config.video else config.backend)
+        env_config = whole_games(env_config, "gymnasium" if config.video else config.backend).resolved()
         max_steps = config.max_steps or _full_length(env_config) * -(-config.episodes // config.played_envs)
         folder = config.out or run_dir_of(path) / "evaluations"
         folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +268,7 @@ def whole_games(config: EnvConfig, backend: str | None = None) -> EnvConfig:
         clip_rewards=False,
         time_limit="truncate",
         autoreset="next_step",
-    ).resolved()
+    )
 
 
 def _full_length(config: EnvConfig) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +57,8 @@ class RunLogger:
       quiet: nothing on the terminal; the files are written as ever.
       wandb: keyword arguments for `wandb.init` (project, config, ...), to send the same scalars to Weights & Biases.
 
-    Raises: ValueError if a new run's folder already holds records, or wandb is asked for and not installed.
+    Raises: ValueError if a new run's folder already holds records, another process writes to it, or wandb is asked for
+      and not installed.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class RunLogger:
         wandb: Mapping[str, Any] | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
-        self._wandb = None if wandb is None else _import_wandb()
+        self._wandb = None if wandb is None else import_wandb()
         self._resumed_step = resumed_step
         self._open_files()
         if self._wandb:
@@ -103,6 +107,7 @@ class RunLogger:
     def info(self, text: str, *, show: bool = True) -> None:
         """A message for people: on the terminal if `show`, and in log.txt with the time."""
         if show:
+            self._progress.catch_up()
             self._progress.print(text)
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self._log.writelines(f"{stamp}  {line}\n" for line in text.splitlines())
@@ -184,11 +189,12 @@ class RunLogger:
         names = ("metrics.jsonl", "episodes.csv", "evaluations.csv")
         if step is None and (present := [name for name in names if (self.run_dir / name).exists()]):
             raise ValueError(f"run folder {self.run_dir} already holds {present[0]}: choose another, or --resume it")
+        self._log = (self.run_dir / "log.txt").open("a", encoding="utf-8", errors="backslashreplace")
+        _lock(self._log, self.run_dir)
         if step is not None:
             _keep_rows(self.run_dir / "metrics.jsonl", lambda line: json.loads(line)["global_step"] <= step)
             for name, columns in (("episodes.csv", EPISODE_COLUMNS), ("evaluations.csv", EVALUATION_COLUMNS)):
                 _keep_rows(self.run_dir / name, _row_test(columns, step))
-        self._log = (self.run_dir / "log.txt").open("a", encoding="utf-8")
         self._metrics = (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._episodes = _open_csv(self.run_dir / "episodes.csv", EPISODE_COLUMNS)
         self._evaluations = _open_csv(self.run_dir / "evaluations.csv", EVALUATION_COLUMNS)
@@ -204,13 +210,22 @@ class RunLogger:
             self._wandb.log({**scalars, "global_step": step})
 
 
+class _LastingConsole(Console):
+    """A console whose reader may go away (`| head`): the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # Python writes what is left in its buffer when it exits, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class _Progress:
     """The display of a run: a live block on a terminal, else now and then a line."""
 
     def __init__(self, total: int, start: int, quiet: bool) -> None:
         self.step = start
         self._total = total
-        self._console = Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._console = _LastingConsole(quiet=quiet, highlight=False, soft_wrap=True)
         self._times = deque([(time.monotonic(), start)], maxlen=20)
         self._sps = 0.0
         self._shown: dict[str, str] = {}
@@ -223,7 +238,15 @@ class _Progress:
             self._live.start()
 
     def print(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        try:
+            self._console.print(text, markup=False)
+        except OSError:  # a full disk behind stdout: the files still tell what happened
+            self._console.quiet = True
+
+    def catch_up(self) -> None:
+        """Print the progress line that is waiting, if any, so that what follows is not older than it."""
+        if not self._live and self._pending:
+            self._print_line(time.monotonic())
 
     def show(self, row: Mapping[str, float], phases: Mapping[str, float], recent: float | None, episodes: int) -> None:
         now = time.monotonic()
@@ -232,7 +255,7 @@ class _Progress:
         self._sps = row.get("sps", self._speed())
         self._phases = dict(phases)
         if recent is None:
-            score = "no episode finished yet"
+            score = "none, no episode has ended yet"
         else:
             score = f"{recent:.2f} (mean of the last {min(episodes, RECENT_EPISODES)} of {episodes:,} episodes)"
         self._shown = {"return": score, "speed": f"{self._sps:,.0f} steps/s", "left": _duration(self._seconds_left())}
@@ -243,8 +266,7 @@ class _Progress:
     def close(self) -> None:
         if self._live:
             self._live.stop()
-        elif self._pending:
-            self._print_line(time.monotonic())
+        self.catch_up()
 
     def _print_line(self, now: float) -> None:
         self._line_at = now
@@ -345,8 +367,8 @@ def _open_tensorboard(run_dir: Path, resumed_step: int | None) -> Any:
     if resumed_step is None:
         return SummaryWriter(str(run_dir))
     # Readers order the files by the second in their names: a part of the run must not share it with the part before.
-    seconds = [int(path.name.split(".")[3]) for path in run_dir.glob("events.out.tfevents.*")]
-    if max(seconds, default=0) >= int(time.time()):
+    written = [path.name.split(".")[3] for path in run_dir.glob("events.out.tfevents.*")]
+    if max((int(second) for second in written if second.isdecimal()), default=0) >= int(time.time()):
         time.sleep(1)
     return SummaryWriter(str(run_dir), purge_step=resumed_step + 1)
 
@@ -364,16 +386,34 @@ def _row_test(columns: Sequence[str], step: int) -> Callable[[str], bool]:
 
 
 def _keep_rows(path: Path, keep: Callable[[str], bool]) -> None:
-    """Rewrite a file of lines atomically with those that `keep` accepts; a last line without its end is dropped."""
+    """Rewrite a file of lines atomically with those that `keep` accepts.
+
+    A last line without its end is dropped, and so is any line that `keep` can make nothing of.
+    """
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file, atomic_file(path) as kept:
+    with path.open(encoding="utf-8", errors="replace") as file, atomic_file(path) as kept:
         for line in file:
-            if line.endswith("\n") and keep(line):
-                kept.write(line.encode())
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                if line.endswith("\n") and keep(line):
+                    kept.write(line.encode())
 
 
-def _import_wandb() -> Any:
+def _lock(file: TextIO, run_dir: Path) -> None:
+    """Keep other processes from writing to the run as long as `file` is open. Raises ValueError if one does."""
+    if os.name != "posix":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"another process is writing to the run {run_dir}: stop it first, or choose another") from None
+
+
+def import_wandb() -> Any:
+    """The package `wandb`. Raises ValueError naming the install command if it is not there."""
     try:
         import wandb
     except ImportError as error:

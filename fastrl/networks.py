@@ -31,6 +31,25 @@ class Readout(NamedTuple):
     """[R, input of the linear branch]: read-out and linear branch multiplied together; None when not folded."""
 
 
+class Body(nn.Module):
+    """What turns observations into features. Subclasses set `takes` and `out_features` and define `forward`.
+
+    Their first constructor argument is the first entry of the observation's shape, the others are options.
+    """
+
+    takes: str = "image"
+    """"image" ([C, 84, 84]) or "vector" ([S])."""
+    out_features: int
+
+    def fold(self, weight: Tensor, bias: Tensor) -> Readout:
+        """Prepares a linear read-out of the features: weight [R, out_features], bias [R]."""
+        return Readout(weight, bias)
+
+    def read(self, obs: Tensor, readout: Readout) -> Tensor:
+        """The read-out of the features of obs [B, ...]: [B, R]."""
+        return F.linear(self(obs), readout.weight, readout.bias)
+
+
 class ScaledLinear(nn.Module):
     """Linear layer whose weight rows carry a fixed random scale and, optionally, a fixed sparse mask.
 
@@ -81,7 +100,7 @@ def _row_mask(rows: int, columns: int, keep_fraction: float) -> Tensor | None:
     return torch.zeros(rows, columns).scatter_(1, kept, 1.0)
 
 
-class AttentionCNN(nn.Module):
+class AttentionCNN(Body):
     """Convolutions, then a linear branch beside a self-attention branch (the prototype's network, reference section 1).
 
     obs uint8 [B, C, 84, 84] -> features [B, linear_size + hidden_size].
@@ -129,14 +148,14 @@ class AttentionCNN(nn.Module):
 
     def fold(self, weight: Tensor, bias: Tensor) -> Readout:
         if not self.folds:
-            return Readout(weight, bias)
+            return super().fold(weight, bias)
         split = self.linear.weight.shape[0]
         folded, bias = self.linear.fold(weight[:, :split], bias)
         return Readout(weight[:, split:], bias, folded)
 
     def read(self, obs: Tensor, readout: Readout) -> Tensor:
         if readout.folded is None:
-            return F.linear(self(obs), readout.weight, readout.bias)
+            return super().read(obs, readout)
         x_BF, attended = self._branches(obs)
         return F.linear(x_BF, readout.folded, readout.bias) + F.linear(attended, readout.weight)
 
@@ -156,7 +175,7 @@ class AttentionCNN(nn.Module):
         return module.out_proj(attention(qkv, module.num_heads))
 
 
-class NatureCNN(nn.Module):
+class NatureCNN(Body):
     """The convolutional network of DQN. obs uint8 [B, C, 84, 84] -> features [B, hidden_size].
 
     Source: Mnih et al. 2015, doi:10.1038/nature14236; orthogonal initialisation (gain sqrt 2), as is usual with PPO.
@@ -178,18 +197,14 @@ class NatureCNN(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         return F.relu(self.hidden(_convolve(self.conv, obs).flatten(1)))
 
-    def fold(self, weight: Tensor, bias: Tensor) -> Readout:
-        return Readout(weight, bias)
 
-    def read(self, obs: Tensor, readout: Readout) -> Tensor:
-        return F.linear(self(obs), readout.weight, readout.bias)
-
-
-class MLP(nn.Module):
+class MLP(Body):
     """The prototype's network for vectors: obs [B, S] -> features [B, hidden_size].
 
     A masked and scaled linear layer without activation (p = 0.9, m = 0), then linear and ReLU.
     """
+
+    takes = "vector"
 
     def __init__(
         self, in_features: int, hidden_size: int = 1024, keep_fraction: float = 0.9, unit_scale_fraction: float = 0.0
@@ -201,12 +216,6 @@ class MLP(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         return F.relu(self.hidden(self.linear(obs.to(self.linear.weight.dtype))))
-
-    def fold(self, weight: Tensor, bias: Tensor) -> Readout:
-        return Readout(weight, bias)
-
-    def read(self, obs: Tensor, readout: Readout) -> Tensor:
-        return F.linear(self(obs), readout.weight, readout.bias)
 
 
 def _convolve(layers: nn.Sequential, obs: Tensor) -> Tensor:
@@ -223,7 +232,7 @@ class ActorCritic(nn.Module):
     and 1 (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
     """
 
-    def __init__(self, body: nn.Module, num_actions: int, init: str = "zero"):
+    def __init__(self, body: Body, num_actions: int, init: str = "zero"):
         super().__init__()
         self.body = body
         self.policy = nn.Linear(body.out_features, num_actions)
@@ -247,9 +256,13 @@ def network_for(obs_shape: tuple[int, ...]) -> str:
     return "attention-cnn" if len(obs_shape) == 3 else "mlp"
 
 
-BODIES = {"attention-cnn": AttentionCNN, "nature-cnn": NatureCNN, "mlp": MLP}
-NETWORK_OPTIONS = {name: tuple(inspect.signature(body).parameters)[1:] for name, body in BODIES.items()}
-"""The keyword arguments that each body takes."""
+BODIES: dict[str, type[Body]] = {"attention-cnn": AttentionCNN, "nature-cnn": NatureCNN, "mlp": MLP}
+"""What `--network` offers. A new body is added here."""
+
+
+def network_options(name: str) -> list[str]:
+    """The keyword arguments that a body takes."""
+    return list(inspect.signature(BODIES[name]).parameters)[1:]
 
 
 def make_network(
@@ -263,10 +276,10 @@ def make_network(
     """
     if name not in BODIES:
         raise ValueError(f"network is {name!r}, expected one of {', '.join(BODIES)}")
-    image = tuple(obs_shape[1:]) == (84, 84)
-    if (name == "mlp") == (len(obs_shape) == 3) or (name != "mlp" and not image):
-        want = "vectors [S]" if name == "mlp" else "images [C, 84, 84]"
+    body = BODIES[name]
+    if not (len(obs_shape) == 1 if body.takes == "vector" else tuple(obs_shape[1:]) == (84, 84)):
+        want = "vectors [S]" if body.takes == "vector" else "images [C, 84, 84]"
         raise ValueError(
             f"network {name} takes {want}, got observations of shape {list(obs_shape)}: use --network auto"
         )
-    return ActorCritic(BODIES[name](obs_shape[0], **options), num_actions, head_init)
+    return ActorCritic(body(obs_shape[0], **options), num_actions, head_init)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,9 +29,9 @@ from fastrl import config as config_files
 from fastrl.envs import EnvConfig, EpisodeStats, VecEnv
 from fastrl.envs import make_envs as default_make_envs
 from fastrl.evaluate import evaluate, policy_act, whole_games
-from fastrl.logger import RunLogger
+from fastrl.logger import RunLogger, import_wandb
 from fastrl.losses import PpoLoss, ppo_loss
-from fastrl.networks import NETWORK_OPTIONS, Readout, make_network, network_for
+from fastrl.networks import BODIES, Readout, make_network, network_for, network_options
 from fastrl.returns import gae
 from fastrl.runtime import (
     RunFailed,
@@ -39,6 +40,7 @@ from fastrl.runtime import (
     check_compiler,
     configure_torch,
     provenance,
+    python_command,
     resolve_device,
     run_cli,
     seed_everything,
@@ -50,11 +52,13 @@ from fastrl.types import Episode, Minibatch, Rollout
 Policy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(obs [N, *obs_shape], noise [N, A]) -> actions int64 [N], logprobs [N], values [N]."""
 
+NetworkName = Literal[("auto", *BODIES)]
+
 MAX_EVAL_STEPS = 108_000
 """Vector steps after which an evaluation gives up on games that do not end."""
 
 MAY_CHANGE_ON_RESUME = {
-    "preset", "total_timesteps", "threads", "torch_threads", "device", "compile", "kernels", "attention", "fold",
+    "total_timesteps", "threads", "torch_threads", "device", "compile", "kernels", "attention", "fold",
     "eval_every", "eval_episodes", "eval_greedy", "eval_dropout", "checkpoint_every", "keep_checkpoints", "track",
     "quiet",
 }  # fmt: skip
@@ -71,7 +75,7 @@ class PpoConfig(EnvConfig):
     resume: str | None = None
     """Run directory (or checkpoint file) to continue. Its settings apply; see the README for what may change."""
     run_dir: str | None = None
-    """Where to write; by default runs/<env>__ppo__<seed>__<time>-<id>."""
+    """Where to write; with --resume the run itself, else by default runs/<env>__ppo__<seed>__<time>-<id>."""
     seed: int = 42
     """Seeds network, sampling, shuffling and environments."""
 
@@ -94,7 +98,7 @@ class PpoConfig(EnvConfig):
     update_epochs: int = 3
     """Passes over each rollout."""
     minibatch_size: int = 1024
-    """Transitions per gradient step; the last one of an epoch may be smaller."""
+    """Transitions per gradient step; the last step of an epoch takes those that are left."""
     norm_adv: Literal["rollout", "minibatch", "none"] = "rollout"
     """Normalise advantages once over the rollout, within each minibatch, or not at all."""
     clip_coef: float = 0.15
@@ -110,7 +114,7 @@ class PpoConfig(EnvConfig):
     target_kl: float | None = None
     """Stop the update as soon as a minibatch's approximate KL exceeds this; None: never."""
 
-    network: Literal["auto", "attention-cnn", "nature-cnn", "mlp"] = "auto"
+    network: NetworkName = "auto"
     """auto: attention-cnn for images, mlp for vectors."""
     hidden_size: int | None = None
     """Width of the network's hidden layer; by default 1024 (nature-cnn: 512)."""
@@ -131,7 +135,7 @@ class PpoConfig(EnvConfig):
     kernels: Literal["native", "numba", "reference"] = "native"
     """Implementation of advantage estimation."""
     compile: bool = True
-    """torch.compile acting and the loss (about a minute at first start; needs a C++ compiler on CPU)."""
+    """torch.compile acting and the loss (about a minute at the start; needs a C++ compiler on CPU)."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:0, ..."""
     torch_threads: int | None = None
@@ -155,6 +159,7 @@ class PpoConfig(EnvConfig):
     """No progress display."""
 
     def __post_init__(self) -> None:
+        config_files.check_types(self)
         super().__post_init__()
         positive = (
             "total_timesteps",
@@ -165,7 +170,8 @@ class PpoConfig(EnvConfig):
             "keep_checkpoints",
         )
         _check(self, positive, lambda x: x >= 1, "at least 1")
-        _check(self, ("num_steps", "torch_threads", "hidden_size"), lambda x: x is None or x >= 1, "at least 1")
+        _check(self, ("num_steps", "hidden_size"), lambda x: x is None or x >= 1, "at least 1")
+        _check(self, ("torch_threads",), lambda x: x is None or 1 <= x <= 1024, "between 1 and 1024")
         _check(
             self,
             ("seed", "eval_every", "checkpoint_every", "ent_coef", "vf_coef"),
@@ -176,10 +182,18 @@ class PpoConfig(EnvConfig):
         _check(self, ("gamma", "gae_lambda"), lambda x: 0 <= x <= 1, "between 0 and 1")
         _check(self, ("dropout",), lambda x: 0 <= x < 1, "at least 0 and below 1")
         _check(self, ("max_grad_norm", "target_kl"), lambda x: x is None or x > 0, "above 0, or None")
+        for name in ("config", "resume", "run_dir"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} is empty, expected a path (is a shell variable unset?)")
         if self.batch_size < 2 and self.norm_adv != "none":
             raise ValueError(
                 f"num_envs {self.num_envs} x num_steps {self.num_steps} is one step per rollout, expected 2 or more"
             )
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> PpoConfig:
+        """The config of `--preset NAME`, with some fields changed."""
+        return dataclasses.replace(config_files.parse(cls, "ppo", ["--preset", name]), **changes)
 
     @property
     def rollout_steps(self) -> int:
@@ -208,9 +222,18 @@ def _check(config: PpoConfig, names: Sequence[str], holds: Callable[[Any], bool]
 
 
 class Collector:
-    """Acts in the environments. Holds all that acting changes: envs, observations, running episodes, sampling noise."""
+    """Acts in the environments. Holds all that acting changes: envs, observations, running episodes, sampling noise.
+
+    Raises: ValueError if the observations of a rollout would not fit into memory.
+    """
 
     def __init__(self, envs: VecEnv, num_steps: int, device: torch.device, seed: int):
+        rollout_bytes = (num_steps + 1) * envs.num_envs * math.prod(envs.obs_shape) * np.dtype(envs.obs_dtype).itemsize
+        if device.type == "cpu" and rollout_bytes > (free := psutil.virtual_memory().available):
+            raise ValueError(
+                f"a rollout of {num_steps:,} steps x {envs.num_envs:,} envs takes {rollout_bytes / 1e9:,.1f} GB, and "
+                f"{free / 1e9:,.1f} GB are free: lower --num-steps or --num-envs"
+            )
         self.envs, self.num_steps = envs, num_steps
         self.stats = EpisodeStats(envs.num_envs)
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -248,7 +271,7 @@ class Collector:
             with timer("transfer"):
                 self.obs[t + 1] = torch.from_numpy(step.obs)
             rewards[t], terminated[t], truncated[t] = step.rewards, step.terminated, step.truncated
-            valid[t] = ~step.was_reset
+            valid[t] = np.logical_not(step.was_reset)
             ended = self.stats.update(step.raw_rewards, step.terminated, step.truncated, step.was_reset, step.game_over)
             episodes += [(t, episode) for episode in ended]
             if not on_row(t):
@@ -447,7 +470,7 @@ def network_arguments(config: PpoConfig, envs: VecEnv) -> dict[str, Any]:
     """Keyword arguments of `make_network` for this config and these envs, as a checkpoint keeps them."""
     name = network_for(envs.obs_shape) if config.network == "auto" else config.network
     flags = dataclasses.asdict(config)
-    options = {key: flags[key] for key in NETWORK_OPTIONS[name] if flags.get(key) is not None}
+    options = {key: flags[key] for key in network_options(name) if flags.get(key) is not None}
     return dict(
         name=name, obs_shape=envs.obs_shape, num_actions=envs.num_actions, head_init=config.head_init, **options
     )
@@ -462,25 +485,28 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
       SystemExit(128 + signal) after SIGINT or SIGTERM, with a checkpoint written.
     """
     with user_errors():
-        config = config.resolved()
+        config = resolve(config, make_envs)
         device = resolve_device(config.device)
         configure_torch(config.torch_threads or available_cores())
         seed_everything(config.seed)
         saved = load_resumable(config) if config.resume else None
+        if saved and saved["iteration"] >= config.num_iterations:
+            print(f"nothing to do: step {saved['global_step']:,} of {config.total_timesteps:,} is reached already")
+            return config_files.run_dir_of(config.resume)
         resumed_step = saved["global_step"] if saved else None
         # Envs that cannot be restored must not replay what the run has seen: after a resume they get new seeds.
         envs = make_envs(config.env, config.num_envs, derived_seed(config.seed, resumed_step) if saved else config.seed)
         check_installed(config, network_arguments(config, envs)["name"], device)
         network = make_network(**network_arguments(config, envs)).to(device)
-        run_dir = config_files.open_run_dir(config, "ppo")
-    timer, learner = PhaseTimer(), Learner(network, config)
-    collector = Collector(envs, config.rollout_steps, device, config.seed)
-
-    with closing(envs), StopSignal() as stop, open_logger(config, run_dir, resumed_step) as logger:
+        timer, learner = PhaseTimer(), Learner(network, config)
+        collector = Collector(envs, config.rollout_steps, device, config.seed)
         if saved:
-            learner.load_state_dict(saved)
-            collector.load_state_dict(saved["collector"])
-            logger.load_state_dict(saved["logger"])
+            restore(saved, learner, collector)
+        run_dir = config_files.create_run_dir(config, "ppo")
+        logger = open_logger(config, run_dir, saved)
+        config_files.write(config, run_dir)
+
+    with closing(envs), StopSignal() as stop, logger:
         announce(config, run_dir, collector, learner, logger)
         boundary, saved_step = collector.state_dict(), resumed_step
 
@@ -504,7 +530,7 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
 
             evaluated = None
             if passed(config.eval_every, before, learner.global_step):
-                evaluated = run_evaluation(config, make_envs, learner, logger)
+                evaluated = run_evaluation(config, make_envs, learner, logger, stop)
             if evaluated is not None or passed(config.checkpoint_every, before, learner.global_step):
                 save(config, run_dir, envs, learner, boundary, logger, evaluated)
                 saved_step = learner.global_step
@@ -513,7 +539,7 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
         if saved_step != learner.global_step:
             save(config, run_dir, envs, learner, boundary, logger)
         conclude(config, run_dir, learner, logger, stop)
-    if stop.received:
+    if learner.iteration < config.num_iterations:
         raise SystemExit(stop.exit_code)
     return run_dir
 
@@ -539,16 +565,30 @@ def save(
     checkpoint.save_run(run_dir, learner.global_step, state, config.keep_checkpoints, is_best)
 
 
-def run_evaluation(config: PpoConfig, make_envs: Callable, learner: Learner, logger: RunLogger) -> float | None:
-    """Plays whole games with the raw reward in fresh envs; returns their mean return, None if none ended."""
+def run_evaluation(
+    config: PpoConfig, make_envs: Callable, learner: Learner, logger: RunLogger, stop: StopSignal
+) -> float | None:
+    """Plays whole games with the raw reward in fresh envs. Returns their mean return; None if none ended or stopped."""
     env = whole_games(config.env)
     device = next(learner.network.parameters()).device
     seed = derived_seed(config.seed, learner.global_step, 1)
     act = policy_act(learner.network, device, config.eval_greedy, seed, dropout=config.eval_dropout)
     with closing(make_envs(env, min(config.eval_episodes, config.num_envs), seed)) as envs:
-        episodes = evaluate(act, envs, config.eval_episodes, MAX_EVAL_STEPS)
+        episodes = evaluate(act, envs, config.eval_episodes, MAX_EVAL_STEPS, lambda: stop.received is None)
+    if stop.received:
+        return None
     logger.evaluation(learner.global_step, episodes)
     return float(np.mean([episode.return_ for episode in episodes])) if episodes else None
+
+
+def resolve(config: PpoConfig, make_envs: Callable) -> PpoConfig:
+    """The config with its env flags filled in. Whoever brings a `make_envs` may have an env_id that only it knows."""
+    try:
+        return config.resolved()
+    except ValueError:
+        if make_envs is default_make_envs:
+            raise
+        return config
 
 
 def check_installed(config: PpoConfig, network: str, device: torch.device) -> None:
@@ -558,14 +598,16 @@ def check_installed(config: PpoConfig, network: str, device: torch.device) -> No
         kernels.choose("native")
     if config.compile:
         check_compiler(device)
+    if config.track:
+        import_wandb()
 
 
 def load_resumable(config: PpoConfig) -> dict[str, Any]:
     """The checkpoint that `--resume` names. Raises ValueError where the run cannot go on from it with this config."""
     path = checkpoint.resolve(config.resume)
     saved = checkpoint.load(path)
-    if saved.get("algo") != "ppo":
-        raise ValueError(f"checkpoint {path} is of algorithm {saved.get('algo')!r}, expected 'ppo'")
+    if saved.get("algo") != "ppo" or not {"config", "collector", "logger", "iteration"} <= saved.keys():
+        raise ValueError(f"checkpoint {path} is none of fastrl's PPO runs: give a run directory")
     newest = checkpoint.resolve(config_files.run_dir_of(path))
     if config.run_dir is None and newest.name != path.resolve().name and checkpoint.is_complete(newest):
         raise ValueError(
@@ -583,11 +625,25 @@ def load_resumable(config: PpoConfig) -> dict[str, Any]:
     return saved
 
 
-def open_logger(config: PpoConfig, run_dir: Path, resumed_step: int | None) -> RunLogger:
+def restore(saved: dict[str, Any], learner: Learner, collector: Collector) -> None:
+    """Puts back the state of a checkpoint. Raises ValueError if it does not fit."""
+    try:
+        learner.load_state_dict(saved)
+        collector.load_state_dict(saved["collector"])
+    except Exception as error:  # torch, pickle and the envs each raise their own kinds
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the checkpoint does not fit this run ({type(error).__name__}: {reason})") from error
+
+
+def open_logger(config: PpoConfig, run_dir: Path, saved: dict[str, Any] | None) -> RunLogger:
     wandb = dict(project="fastrl", name=run_dir.name, config=config_files.as_dict(config)) if config.track else None
-    return RunLogger(
+    resumed_step = saved["global_step"] if saved else None
+    logger = RunLogger(
         run_dir, total_timesteps=config.total_timesteps, resumed_step=resumed_step, quiet=config.quiet, wandb=wandb
     )
+    if saved:
+        logger.load_state_dict(saved["logger"])
+    return logger
 
 
 def announce(config: PpoConfig, run_dir: Path, collector: Collector, learner: Learner, logger: RunLogger) -> None:
@@ -595,11 +651,11 @@ def announce(config: PpoConfig, run_dir: Path, collector: Collector, learner: Le
     for line in provenance():
         logger.info(line, show=False)
     envs, parameters = collector.envs, sum(p.numel() for p in learner.network.parameters())
-    threads = f", {config.threads} threads" if config.threads else ""
+    threads = f", {config.threads} threads" if (config.threads or 1) > 1 else ""
     logger.info(
         f"PPO on {config.env_id}: {config.num_envs} envs ({config.backend}{threads}) x {config.rollout_steps} steps, "
         f"{network_arguments(config, envs)['name']} with {parameters:,} parameters on {collector.obs.device} "
-        f"({torch.get_num_threads()} threads), {config.kernels} kernels"
+        f"(threads: {torch.get_num_threads()}), {config.kernels} kernels"
     )
     logger.info(f"writing to {run_dir}")
     if config.resume:
@@ -613,12 +669,13 @@ def announce(config: PpoConfig, run_dir: Path, collector: Collector, learner: Le
 def conclude(config: PpoConfig, run_dir: Path, learner: Learner, logger: RunLogger, stop: StopSignal) -> None:
     """Draws the learning curve and says how the run ended; its checkpoint is on disk already."""
     plot.learning_curve([run_dir], run_dir / "learning_curve.png")
-    reason = f"interrupted by {signal.Signals(stop.received).name}" if stop.received else "done"
+    done = learner.iteration >= config.num_iterations
+    reason = "done" if done else f"interrupted by {signal.Signals(stop.received).name}"
     logger.info(f"{reason} at step {learner.global_step:,}: checkpoint and learning curve are in {run_dir}")
-    if stop.received:
-        logger.info(f"continue with: python -m fastrl.ppo --resume {run_dir}")
+    if done:
+        logger.info(f"see how it plays: {python_command('fastrl.evaluate', run_dir)}")
     else:
-        logger.info(f"watch it play: python -m fastrl.evaluate {run_dir} --video")
+        logger.info(f"go on with: {python_command('fastrl.ppo', '--resume', run_dir)}")
 
 
 def passed(every: int, before: int, now: int) -> bool:

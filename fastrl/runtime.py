@@ -81,6 +81,12 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def python_command(*words: object) -> str:
+    """`python -m WORDS` with this interpreter, for people to copy."""
+    python = os.path.relpath(sys.executable)
+    return shlex.join([python if not python.startswith("..") else sys.executable, "-m", *map(str, words)])
+
+
 # ---- signals
 
 

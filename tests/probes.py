@@ -64,6 +64,14 @@ class ImageEnv(gymnasium.Env):
         return self.image, 0.0, self.count >= self.length, False, {}
 
 
+class UnpicklableEnv(CounterEnv):
+    """Holds a function without a name, as many envs hold files, sockets or windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callback = lambda: None
+
+
 class UnsupportedEnv(gymnasium.Env):
     """Discrete observations, which fastrl does not take."""
 
@@ -83,4 +91,5 @@ _register("ProbeOffsetActions-v0", CounterEnv, first_action=5)
 _register("ProbeRightAction-v0", RightActionEnv)
 _register("ProbeImage-v0", ImageEnv)
 _register("ProbeGreyImage-v0", ImageEnv, shape=(60, 40))
+_register("ProbeUnpicklable-v0", UnpicklableEnv)
 _register("ProbeUnsupported-v0", UnsupportedEnv)

@@ -192,8 +192,8 @@ def test_command_killed_at_any_moment_resumes_from_the_newest_checkpoint(tmp_pat
         newest = checkpoint.load(checkpoint.resolve(run))["global_step"]
         assert newest > reached
         reached = newest
-    assert run_cli(lambda: main(["--resume", str(run), "--total-timesteps", str(reached), "--quiet"])) == 0
-    assert steps(run) == list(range(128, reached + 1, 128))
+    assert run_cli(lambda: main(["--resume", str(run), "--total-timesteps", str(reached + 128), "--quiet"])) == 0
+    assert steps(run) == list(range(128, reached + 129, 128))
     lines = (run / "episodes.csv").read_text().splitlines()
     assert lines.count("episode,global_step,return,length,seconds") == 1
     assert [line.split(",")[0] for line in lines[1:]] == [str(i) for i in range(1, len(lines))]

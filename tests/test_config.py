@@ -29,7 +29,7 @@ def test_config_file_may_name_its_preset(tmp_path):
 def test_config_every_preset_is_valid_and_read_back_from_its_run(name, tmp_path):
     first = parse("--preset", name, "--run-dir", str(tmp_path / "run")).resolved()
     assert first.num_iterations >= 1
-    config.open_run_dir(first, "ppo")
+    config.write(first, config.create_run_dir(first, "ppo"))
     again = parse("--resume", str(tmp_path / "run")).resolved()
     assert config.as_dict(again) == config.as_dict(first)
 
@@ -47,7 +47,7 @@ BAD = {
     "nan": (["--learning-rate", "nan"], "learning_rate is nan"),
     "no preset": (["--preset", "atarii"], "atarii.*expected one of.*reference"),
     "no file": (["--config", "/nowhere.toml"], "/nowhere.toml: No such file"),
-    "no run": (["--resume", "/nowhere"], "/nowhere/config.toml: No such file"),
+    "no run": (["--resume", "/nowhere"], "--resume /nowhere: there is no run"),
     "one step": (["--num-envs", "1", "--num-steps", "1"], "one step per rollout"),
     "env setting": (["--sticky", "2"], "sticky.*2"),
 }
@@ -66,8 +66,45 @@ def test_config_refuses_broken_and_unknown_toml(tmp_path):
     with pytest.raises(ValueError, match=r"bad\.toml.*line 1"):
         parse("--config", str(file))
     file.write_text("gama = 0.9\n")
-    with pytest.raises(ValueError, match=r"--gama"):
+    with pytest.raises(ValueError, match=r"bad\.toml: 'gama' is no setting, did you mean 'gamma'"):
         parse("--config", str(file))
+    file.write_text('resume = "runs/x"\n')
+    with pytest.raises(ValueError, match="'resume' is no setting"):
+        parse("--config", str(file))
+
+
+def test_config_resume_takes_no_preset(tmp_path):
+    with pytest.raises(ValueError, match="leave --preset and --config out"):
+        parse("--resume", str(tmp_path), "--preset", "cartpole")
+
+
+def test_config_whole_numbers_may_be_written_with_an_exponent():
+    parsed = parse("--total-timesteps", "1e6", "--num-envs", "1.6e1", "--learning-rate", "1e-3")
+    assert (parsed.total_timesteps, parsed.num_envs, parsed.learning_rate) == (1_000_000, 16, 1e-3)
+    with pytest.raises(ValueError, match=r"1\.55e1"):
+        parse("--num-envs", "1.55e1")
+
+
+TYPES = {
+    "literal": (dict(norm_adv="foo"), "norm_adv is 'foo'.*'rollout'"),
+    "network": (dict(network="foo"), "network is 'foo'.*'nature-cnn'"),
+    "float for int": (dict(num_steps=16.5), r"num_steps is 16\.5.*expected int or None"),
+    "word for float": (dict(learning_rate="3e-4"), "learning_rate is '3e-4'.*expected float"),
+    "none": (dict(seed=None), "seed is None"),
+    "bool for int": (dict(num_envs=True), "num_envs is True"),
+    "empty path": (dict(resume=""), "resume is empty"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), TYPES.values(), ids=TYPES)
+def test_config_checks_types_from_python_too(changes, message):
+    with pytest.raises(ValueError, match=message):
+        PpoConfig(**changes)
+
+
+def test_config_from_preset():
+    made = PpoConfig.from_preset("cartpole", seed=5)
+    assert (made.env_id, made.seed, made.preset) == ("CartPole-v1", 5, "cartpole")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +128,13 @@ def test_config_flags_of_every_type():
 
 def test_config_run_dir_is_created_once(tmp_path):
     tiny = Tiny(run_dir=str(tmp_path / "deep" / "run"), limit=2.0)
-    assert config.open_run_dir(tiny, "ppo") == tmp_path / "deep" / "run"
+    run_dir = config.create_run_dir(tiny, "ppo")
+    assert run_dir == tmp_path / "deep" / "run"
+    config.write(tiny, run_dir)
     assert config.read_toml(tmp_path / "deep" / "run" / "config.toml") == {
         "kind": "a", "limit": 2.0, "fast": True, "preset": "default",
     }  # fmt: skip
-    with pytest.raises(ValueError, match="already holds a run"):
-        config.open_run_dir(tiny, "ppo")
+    with pytest.raises(ValueError, match="holds a run already"):
+        config.create_run_dir(tiny, "ppo")
     assert config.run_dir_of(tmp_path / "run" / "checkpoints" / "step_3.pt") == tmp_path / "run"
     assert config.run_dir_of(tmp_path / "run") == tmp_path / "run"

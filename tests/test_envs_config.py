@@ -1,6 +1,5 @@
 """EnvConfig: what each flag comes to, and what is refused."""
 
-import os
 import pickle
 from dataclasses import dataclass, fields
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 from fastrl.envs import EnvConfig, make_envs
-from fastrl.envs.contract import _cgroup_quotas, available_cores, env_seeds
+from fastrl.envs.contract import env_seeds
 
 OWN_CHOICES = (
     "env_id",
@@ -172,17 +171,6 @@ def test_env_seeds_are_distinct_positive_and_stable():
 def test_env_seeds_bad_seeds_are_refused(seed):
     with pytest.raises(ValueError, match="seed"):
         env_seeds(seed, 2)
-
-
-def test_available_cores_respects_affinity_and_quota(tmp_path):
-    assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    membership = tmp_path / "membership"
-    membership.write_text("0::/a/b\n")
-    (tmp_path / "a" / "b" / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "a" / "cpu.max").write_text("150000 100000\n")
-    assert _cgroup_quotas(tmp_path, membership) == [1.5]
-    assert _cgroup_quotas(tmp_path, tmp_path / "missing") == []
 
 
 def test_envpool_tall_screens_are_warned_about():

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fastrl import checkpoint
-from fastrl.envs import make_envs
+from fastrl.envs import Step, VecEnv, make_envs
+from fastrl.networks import BODIES, Body
 from fastrl.ppo import Collector, PpoConfig, minibatches, normalise, passed, train, training_rows
 from fastrl.runtime import RunFailed, UsageError
 from fastrl.timing import PhaseTimer
@@ -283,6 +284,119 @@ def test_ppo_every_episode_that_ended_is_in_the_file(tmp_path):
     assert len(rows) == ends > 5
     assert [int(row["episode"]) for row in rows] == list(range(1, ends + 1))
     assert all(0 < int(row["global_step"]) <= 640 for row in rows)
+
+
+class Countdown(VecEnv):
+    """An env of one's own, outside Gymnasium and without `game_over`: pays 1 a step and ends after four."""
+
+    obs_shape, obs_dtype, num_actions = (2,), np.dtype(np.float64), 3
+
+    def __init__(self, num_envs):
+        self.num_envs = num_envs
+
+    def reset(self):
+        self.count = 0
+        return np.zeros((self.num_envs, 2))
+
+    def step(self, actions):
+        self.count = (self.count + 1) % 5
+        ended, started = np.full(self.num_envs, self.count == 4), np.full(self.num_envs, self.count == 0)
+        rewards, lives = np.where(started, 0, 1).astype(np.float32), np.zeros(self.num_envs, np.int32)
+        obs = np.full((self.num_envs, 2), self.count, float)
+        return Step(obs, rewards, rewards, ended, np.zeros_like(ended), started, lives)
+
+    def close(self):
+        pass
+
+
+def test_ppo_takes_envs_of_ones_own_and_says_that_they_cannot_be_restored(tmp_path, capsys):
+    def own_envs(config, num_envs, seed):
+        return Countdown(num_envs)
+
+    done = run(tmp_path, make_envs=own_envs, env_id="Countdown", quiet=False)
+    assert metrics(done)[-1]["episodic_return"] == 4
+    more = PpoConfig(**(TINY | dict(env_id="Countdown", resume=str(done), total_timesteps=768, quiet=False)))
+    train(more, own_envs)
+    assert "cannot restore environments" in capsys.readouterr().out
+    assert len(metrics(done)) == 6
+
+
+def test_ppo_an_env_that_cannot_be_pickled_trains_and_resumes(tmp_path):
+    done = run(tmp_path, env_id="ProbeUnpicklable-v0", total_timesteps=128)
+    assert (
+        len(
+            metrics(
+                train(PpoConfig(**(TINY | dict(env_id="ProbeUnpicklable-v0", resume=str(done), total_timesteps=256))))
+            )
+        )
+        == 2
+    )
+
+
+def test_ppo_an_interrupt_ends_an_evaluation_and_keeps_the_update_before_it(tmp_path):
+    import signal
+
+    made = 0
+
+    def make(config, num_envs, seed):
+        nonlocal made
+        envs, made = make_envs(config, num_envs, seed), made + 1
+        if made == 2:  # the envs of the first evaluation
+            signal.raise_signal(signal.SIGINT)
+        return envs
+
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path, make_envs=make, eval_every=128)
+    assert stopped.value.code == 130
+    assert final(tmp_path / "run")["global_step"] == 128
+    assert rows_of(tmp_path / "run" / "evaluations.csv") == []
+
+
+def test_ppo_two_processes_cannot_write_to_one_run(tmp_path):
+    import fcntl
+
+    done = run(tmp_path)
+    with (done / "log.txt").open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="another process is writing to the run"):
+            train(PpoConfig(**(TINY | dict(resume=str(done), total_timesteps=1280))))
+    assert len(metrics(done)) == 5
+    assert "total_timesteps = 640" in (done / "config.toml").read_text()
+
+
+def test_ppo_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_touched(tmp_path):
+    done = run(tmp_path)
+    newest, before = checkpoint.resolve(done), (done / "metrics.jsonl").read_bytes()
+    for spoil in (lambda state: state["model"].pop("policy.weight"), lambda state: state.pop("optimizer")):
+        state = checkpoint.load(newest)
+        spoil(state)
+        checkpoint.save(newest, state)
+        with pytest.raises(UsageError, match="does not fit this run"):
+            train(PpoConfig(**(TINY | dict(resume=str(done), total_timesteps=1280))))
+    assert (done / "metrics.jsonl").read_bytes() == before
+    assert "total_timesteps = 640" in (done / "config.toml").read_text()
+
+
+def test_ppo_refuses_a_rollout_that_does_not_fit_into_memory(tmp_path):
+    with pytest.raises(UsageError, match=r"takes .* GB, and .* GB are free"):
+        run(tmp_path, num_steps=10**11)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ppo_trains_with_a_network_that_somebody_added(tmp_path, monkeypatch):
+    class Small(Body):
+        takes = "vector"
+
+        def __init__(self, in_features, hidden_size=8):
+            super().__init__()
+            self.out_features = hidden_size
+            self.layer = torch.nn.Linear(in_features, hidden_size)
+
+        def forward(self, obs):
+            return torch.tanh(self.layer(obs))
+
+    monkeypatch.setitem(BODIES, "mlp", Small)
+    assert final(run(tmp_path, hidden_size=7))["model"]["body.layer.weight"].shape == (7, 4)
 
 
 def test_ppo_target_kl_stops_the_update_at_once(tmp_path):

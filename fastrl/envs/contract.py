@@ -315,3 +315,5 @@ def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:
 def _check_int(name: str, got: int | None, minimum: int) -> None:
     if got is not None and (isinstance(got, bool) or not isinstance(got, int | np.integer) or got < minimum):
         raise ValueError(f"{name} must be a whole number of at least {minimum}, got {got!r}")
+    if got is not None and got >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, got {got}")

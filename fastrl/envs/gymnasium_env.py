@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +21,6 @@ class GymnasiumEnv(VecEnv):
     Images become grey, 84 x 84 (area interpolation) and stacked, vectors float32. A lost life is followed by a row that
     plays the no-ops and FIRE of a reset in the running game, as EnvPool does it.
     """
-
-    can_restore = True
 
     def __init__(self, config: EnvConfig, seeds: list[int]) -> None:
         single = AtariEnv if config.atari_game else PlainEnv
@@ -45,6 +44,15 @@ class GymnasiumEnv(VecEnv):
         # What the previous row was: the next action is ignored after an ended one.
         self._game_ended = np.zeros(self.num_envs, bool)
         self._life_lost = np.zeros(self.num_envs, bool)
+
+    @cached_property
+    def can_restore(self) -> bool:
+        """False for a Gymnasium env that holds something which cannot be pickled."""
+        try:
+            self._envs[0].state()
+        except Exception:  # pickle raises whatever the objects inside it raise
+            return False
+        return True
 
     def reset(self) -> np.ndarray:
         for env in range(self.num_envs):
