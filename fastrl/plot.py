@@ -144,7 +144,9 @@ def _group(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
     """Curves of one environment by label: together where only the seed and the like differ."""
     groups: dict[tuple, list[Curve]] = {}
     for curve in curves:
-        compared = {name: str(value) for name, value in curve.config.items() if name not in NOT_COMPARED}
+        # With an annealed learning rate another budget is another experiment.
+        ignored = NOT_COMPARED - {"total_timesteps"} if curve.config.get("anneal_lr") else NOT_COMPARED
+        compared = {name: str(value) for name, value in curve.config.items() if name not in ignored}
         groups.setdefault(tuple(sorted(compared.items())), []).append(curve)
     return dict(zip(_labels([dict(key) for key in groups]), groups.values(), strict=True))
 

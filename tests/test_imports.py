@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -86,3 +87,14 @@ def test_import_fastrl_is_light():
     program = "import sys, fastrl; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "ray", "envpool", "ale_py", "gymnasium", "numba", "numpy"} & set(loaded)
+
+
+def test_import_from_a_checkout_finds_what_only_the_installed_package_has(tmp_path):
+    """`python -m fastrl.ppo` in a clone after `pip install .`: the compiled module lies in site-packages."""
+    (tmp_path / "fastrl").mkdir()
+    (tmp_path / "fastrl" / "__init__.py").touch()
+    (tmp_path / "fastrl" / "only_installed.py").write_text("found = True")
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import fastrl.only_installed, fastrl.types; print(fastrl.types.__file__)"
+    command = [sys.executable, "-S", "-c", code, str(PACKAGE.parent), str(tmp_path), *site.getsitepackages()]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert Path(output.strip()) == PACKAGE / "types.py"
