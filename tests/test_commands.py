@@ -109,6 +109,23 @@ def test_command_says_that_the_native_kernels_are_missing(tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_command_says_that_wandb_is_missing(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert run_cli(lambda: main([*SMALL, "--track"])) == 2
+    assert "pip install" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_whose_reader_goes_away_trains_on(tmp_path):
+    """`python -m fastrl.ppo | head -1`, a closed ssh session, ..."""
+    process = start(tmp_path, *SMALL, "--total-timesteps", "20000", "--run-dir", tmp_path / "run")
+    assert process.stdout.readline().startswith("PPO on CartPole-v1")
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert steps(tmp_path / "run")[-1] == checkpoint.load(checkpoint.resolve(tmp_path / "run"))["global_step"] == 20_096
+
+
 def test_command_refuses_an_unwritable_run_dir(tmp_path, capfd):
     (tmp_path / "file").write_text("mine")
     assert run_cli(lambda: main([*SMALL, "--run-dir", str(tmp_path / "file" / "run")])) == 2

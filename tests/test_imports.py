@@ -94,7 +94,15 @@ def test_import_from_a_checkout_finds_what_only_the_installed_package_has(tmp_pa
     (tmp_path / "fastrl").mkdir()
     (tmp_path / "fastrl" / "__init__.py").touch()
     (tmp_path / "fastrl" / "only_installed.py").write_text("found = True")
-    code = "import sys; sys.path[:0] = sys.argv[1:]; import fastrl.only_installed, fastrl.types; print(fastrl.types.__file__)"
-    command = [sys.executable, "-S", "-c", code, str(PACKAGE.parent), str(tmp_path), *site.getsitepackages()]
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import fastrl.only_installed as _; from fastrl import types as t"
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        f"{code}; print(t.__file__)",
+        str(PACKAGE.parent),
+        str(tmp_path),
+        *site.getsitepackages(),
+    ]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert Path(output.strip()) == PACKAGE / "types.py"

@@ -254,3 +254,26 @@ def test_tracking_sends_the_same_scalars(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert _duration(seconds) == text
+
+
+def test_logger_resume_drops_rows_that_it_cannot_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"global_step": 1}\n\nnot json\n[1, 2]\n{"a": 1}\n\xff\xfe\n{"global_step": 2}\n'
+    )
+    (tmp_path / "episodes.csv").write_text(
+        "episode,global_step,return,length,seconds\na,b,c,d,e\n1,1,2,3,0.5\n2,2.5,1,1,1\n"
+    )
+    (tmp_path / "events.out.tfevents.junk").touch()
+    with RunLogger(tmp_path, total_timesteps=9, resumed_step=2, quiet=True) as logger:
+        logger.iteration({"global_step": 3}, {})
+    steps = [json.loads(line)["global_step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+    assert (tmp_path / "episodes.csv").read_text().splitlines()[1:] == ["1,1,2,3,0.5"]
+
+
+def test_logger_refuses_a_run_that_another_logger_writes(tmp_path):
+    with (
+        RunLogger(tmp_path, total_timesteps=9, quiet=True),
+        pytest.raises(ValueError, match="another process is writing"),
+    ):
+        RunLogger(tmp_path, total_timesteps=9, resumed_step=0, quiet=True)
