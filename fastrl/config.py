@@ -26,6 +26,7 @@ from fastrl.runtime import atomic_file
 
 ConfigT = TypeVar("ConfigT")
 PLACES = ("config", "resume", "run_dir")
+"""Settings that say where to read and write. They are no part of what a run is, and so not in its `config.toml`."""
 
 
 def parse(cls: type[ConfigT], algo: str, argv: Sequence[str]) -> ConfigT:

@@ -159,6 +159,9 @@ class PpoConfig(EnvConfig):
     """No progress display."""
 
     def __post_init__(self) -> None:
+        for name in config_files.PLACES:
+            if isinstance(path := getattr(self, name), Path):
+                object.__setattr__(self, name, str(path))
         config_files.check_types(self)
         super().__post_init__()
         positive = (
@@ -182,7 +185,7 @@ class PpoConfig(EnvConfig):
         _check(self, ("gamma", "gae_lambda"), lambda x: 0 <= x <= 1, "between 0 and 1")
         _check(self, ("dropout",), lambda x: 0 <= x < 1, "at least 0 and below 1")
         _check(self, ("max_grad_norm", "target_kl"), lambda x: x is None or x > 0, "above 0, or None")
-        for name in ("config", "resume", "run_dir"):
+        for name in config_files.PLACES:
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is empty, expected a path (is a shell variable unset?)")
         if self.batch_size < 2 and self.norm_adv != "none":

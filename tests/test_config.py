@@ -102,6 +102,10 @@ def test_config_checks_types_from_python_too(changes, message):
         PpoConfig(**changes)
 
 
+def test_config_takes_paths(tmp_path):
+    assert PpoConfig(run_dir=tmp_path).run_dir == str(tmp_path)
+
+
 def test_config_from_preset():
     made = PpoConfig.from_preset("cartpole", seed=5)
     assert (made.env_id, made.seed, made.preset) == ("CartPole-v1", 5, "cartpole")
