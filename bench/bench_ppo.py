@@ -29,13 +29,13 @@ def iteration(preset: str, **changes):
     """A function that plays one rollout and learns from it, and the number of steps in it."""
     config = config_files.parse(PpoConfig, "ppo", ["--preset", preset]).resolved()
     config = dataclasses.replace(config, **changes)
-    configure_torch(available_cores())
     torch.manual_seed(0)
     envs = make_envs(config.env, config.num_envs, 0)
     learner = Learner(make_network(**network_arguments(config, envs)), config)
     collector = Collector(envs, config.rollout_steps, torch.device("cpu"), 0)
 
     def run() -> None:
+        configure_torch(config.torch_threads or available_cores())
         rollout, _ = collector.collect(learner.policy(), PhaseTimer(), lambda row: True)
         learner.update(rollout, PhaseTimer())
 
@@ -48,6 +48,7 @@ VARIANTS = {
     "default, not compiled": ("default", dict(compile=False)),
     "default, plain attention": ("default", dict(attention="plain")),
     "default, not folded": ("default", dict(fold=False)),
+    "default, 1 thread": ("default", dict(torch_threads=1, threads=1)),
     "default, 8 envs": ("default", dict(num_envs=8)),
     "default, 64 envs": ("default", dict(num_envs=64)),
     "cleanrl-atari": ("cleanrl-atari", dict(env_id="ALE/Pong-v5")),
