@@ -122,19 +122,21 @@ def policy_act(
     """The policy of an actor-critic as an `Act`: its actions sampled or the likeliest.
 
     Args:
-      network: obs [N, *obs_shape] -> (logits [N, A], values [N]); its training mode is as before after each call.
+      network: an actor-critic, whose parameters stay as they are now; its training mode is as before after each call.
       device: where the network lives.
       greedy: take the likeliest action.
       seed: of the sampling, which has a generator of its own and so leaves the training's random numbers alone.
       dropout: leave dropout active (the prototype's evaluation); it draws from PyTorch's global generator.
     """
     generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        readout = network.readout()
 
     @torch.no_grad()
     def act(obs: np.ndarray) -> np.ndarray:
         training = network.training
         network.train(dropout)
-        logits, _ = network(torch.as_tensor(obs, device=device))
+        logits, _ = network(torch.as_tensor(obs, device=device), readout)
         network.train(training)
         if not torch.isfinite(logits).all():  # sync: without the check a NaN becomes action 0
             raise RunFailed("evaluation: the policy's logits are not finite")

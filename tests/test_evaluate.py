@@ -102,7 +102,10 @@ class FixedPolicy(nn.Module):
         self.logits = nn.Parameter(torch.tensor(probabilities).log())
         self.dropout = nn.Dropout(0.9)
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def readout(self) -> None:
+        return None
+
+    def forward(self, obs: torch.Tensor, readout: None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return self.dropout(self.logits.expand(len(obs), -1) + 1) - 1, obs.sum(1)
 
 
