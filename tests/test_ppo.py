@@ -13,7 +13,7 @@ import torch
 from fastrl import checkpoint
 from fastrl.envs import Step, VecEnv, make_envs
 from fastrl.networks import BODIES, Body
-from fastrl.ppo import Collector, PpoConfig, minibatches, normalise, passed, train, training_rows
+from fastrl.ppo import Collector, PpoConfig, acting, minibatches, normalise, passed, train, training_rows
 from fastrl.runtime import RunFailed, UsageError
 from fastrl.timing import PhaseTimer
 
@@ -116,6 +116,21 @@ def test_ppo_normalise_is_unbiased_and_always_finite():
     torch.testing.assert_close(normalise(x, weights)[:20], (counted - counted.mean()) / (counted.std() + 1e-8))
     assert normalise(torch.tensor([3.0]), torch.ones(1)).tolist() == [0]
     assert normalise(torch.full((4,), 2.0), torch.ones(4)).tolist() == [0] * 4
+
+
+def test_ppo_actions_are_those_that_multinomial_samples():
+    logits = torch.tensor([0.5, 0.3, 0.2]).log() + 1
+
+    def network(obs, readout):
+        return logits.expand(len(obs), -1), torch.zeros(len(obs))
+
+    noise = torch.empty(20_000, 3).exponential_(generator=torch.Generator().manual_seed(0))
+    actions, logprobs, _ = acting(network)(None, torch.zeros(20_000, 1), noise)
+    probabilities = logits.softmax(0).expand(20_000, -1)
+    expected = torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(0))[:, 0]
+    assert torch.equal(actions, expected)
+    torch.testing.assert_close(actions.bincount() / 20_000, probabilities[0], rtol=0, atol=0.015)
+    torch.testing.assert_close(logprobs, probabilities[0].log()[actions])
 
 
 def test_ppo_passed_multiples():
