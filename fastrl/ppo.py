@@ -162,7 +162,6 @@ class PpoConfig(EnvConfig):
         for name in config_files.PLACES:
             if isinstance(path := getattr(self, name), Path):
                 object.__setattr__(self, name, str(path))
-        config_files.check_types(self)
         super().__post_init__()
         positive = (
             "total_timesteps",

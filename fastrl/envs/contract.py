@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from fastrl.config import check_types
 from fastrl.runtime import available_cores
 from fastrl.types import Step
 
@@ -90,11 +91,7 @@ class EnvConfig:
     """Agent steps after which `--time-limit silent` begins a new episode."""
 
     def __post_init__(self) -> None:
-        _check_choice("env_setting", self.env_setting, tuple(ATARI_SETTINGS))
-        _check_choice("backend", self.backend, ("envpool", "ale", "gymnasium"))
-        _check_choice("stack_padding", self.stack_padding, ("repeat", "zero"))
-        _check_choice("autoreset", self.autoreset, ("next_step", "same_step"))
-        _check_choice("time_limit", self.time_limit, ("truncate", "silent"))
+        check_types(self)
         for name in ("frame_skip", "stack", "max_episode_frames", "threads", "loop_cap_steps"):
             _check_int(name, getattr(self, name), minimum=1)
         _check_int("noop_max", self.noop_max, minimum=0)
@@ -305,11 +302,6 @@ def _check_not_atari(config: EnvConfig) -> None:
         if value != NEUTRAL.get(name):
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} does not apply to {config.env_id}, got {value}: leave it out")
-
-
-def _check_choice(name: str, got: str, choices: tuple[str, ...]) -> None:
-    if got not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {got!r}")
 
 
 def _check_int(name: str, got: int | None, minimum: int) -> None:
