@@ -230,11 +230,12 @@ class ActorCritic(nn.Module):
 
     `init="zero"`: both heads start at zero (the prototype: uniform policy, value 0). `init="orthogonal"`: gains 0.01
     and 1 (Huang et al. 2022, "The 37 implementation details of PPO", detail 2).
+    `autocast`: the layers compute in bfloat16 where that is safe; parameters, logits and values keep their dtype.
     """
 
-    def __init__(self, body: Body, num_actions: int, init: str = "zero"):
+    def __init__(self, body: Body, num_actions: int, init: str = "zero", autocast: bool = False):
         super().__init__()
-        self.body = body
+        self.body, self.autocast = body, autocast
         self.policy = nn.Linear(body.out_features, num_actions)
         self.value = nn.Linear(body.out_features, 1)
         for head, gain in ((self.policy, 0.01), (self.value, 1.0)):
@@ -246,8 +247,15 @@ class ActorCritic(nn.Module):
         weight = torch.cat([self.policy.weight, self.value.weight])
         return self.body.fold(weight, torch.cat([self.policy.bias, self.value.bias]))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters, logits and values."""
+        return self.value.weight.dtype
+
     def forward(self, obs: Tensor, readout: Readout | None = None) -> tuple[Tensor, Tensor]:
-        out = self.body.read(obs, self.readout() if readout is None else readout)
+        readout = self.readout() if readout is None else readout
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.autocast):
+            out = self.body.read(obs, readout).to(self.dtype)
         return out[:, :-1], out[:, -1]
 
 
@@ -259,6 +267,9 @@ def network_for(obs_shape: tuple[int, ...]) -> str:
 BODIES: dict[str, type[Body]] = {"attention-cnn": AttentionCNN, "nature-cnn": NatureCNN, "mlp": MLP}
 """What `--network` offers. A new body is added here."""
 
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+"""What `--dtype` offers, and the dtype of the parameters. bfloat16 is mixed precision, see `ActorCritic`."""
+
 
 def network_options(name: str) -> list[str]:
     """The keyword arguments that a body takes."""
@@ -266,12 +277,13 @@ def network_options(name: str) -> list[str]:
 
 
 def make_network(
-    name: str, obs_shape: tuple[int, ...], num_actions: int, head_init: str = "zero", **options
+    name: str, obs_shape: tuple[int, ...], num_actions: int, head_init: str = "zero", dtype: str = "float32", **options
 ) -> ActorCritic:
     """An actor-critic over the named body.
 
     Args:
-      name: a key of BODIES. obs_shape: [C, 84, 84] for the convolutional ones, [S] for mlp. options: see the body.
+      name: a key of BODIES. obs_shape: [C, 84, 84] for the convolutional ones, [S] for mlp. dtype: a key of DTYPES.
+      options: see the body.
     Raises: ValueError when the network does not fit the observations.
     """
     if name not in BODIES:
@@ -282,4 +294,5 @@ def make_network(
         raise ValueError(
             f"network {name} takes {want}, got observations of shape {list(obs_shape)}: use --network auto"
         )
-    return ActorCritic(body(obs_shape[0], **options), num_actions, head_init)
+    network = ActorCritic(body(obs_shape[0], **options), num_actions, head_init, autocast=dtype == "bfloat16")
+    return network.to(DTYPES[dtype])

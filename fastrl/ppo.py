@@ -31,7 +31,7 @@ from fastrl.envs import make_envs as default_make_envs
 from fastrl.evaluate import evaluate, policy_act, whole_games
 from fastrl.logger import RunLogger, import_wandb
 from fastrl.losses import PpoLoss, ppo_loss
-from fastrl.networks import BODIES, Readout, make_network, network_for, network_options
+from fastrl.networks import BODIES, DTYPES, Readout, make_network, network_for, network_options
 from fastrl.returns import gae
 from fastrl.runtime import (
     RunFailed,
@@ -53,6 +53,7 @@ Policy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """(obs [N, *obs_shape], noise [N, A]) -> actions int64 [N], logprobs [N], values [N]."""
 
 NetworkName = Literal[("auto", *BODIES)]
+DtypeName = Literal[tuple(DTYPES)]
 
 MAX_EVAL_STEPS = 108_000
 """Vector steps after which an evaluation gives up on games that do not end."""
@@ -134,6 +135,8 @@ class PpoConfig(EnvConfig):
     """Merge attention-cnn's linear branch with the heads (same function and gradients, less arithmetic)."""
     kernels: Literal["native", "numba", "reference"] = "native"
     """Implementation of advantage estimation."""
+    dtype: DtypeName = "float32"
+    """Arithmetic of the network: bfloat16 is mixed precision (parameters, losses and returns stay float32)."""
     compile: bool = True
     """torch.compile acting and the loss (about a minute at the start; needs a C++ compiler on CPU)."""
     device: str = "auto"
@@ -226,22 +229,25 @@ def _check(config: PpoConfig, names: Sequence[str], holds: Callable[[Any], bool]
 class Collector:
     """Acts in the environments. Holds all that acting changes: envs, observations, running episodes, sampling noise.
 
+    dtype: of log-probabilities, values and noise.
     Raises: ValueError if the observations of a rollout would not fit into memory.
     """
 
-    def __init__(self, envs: VecEnv, num_steps: int, device: torch.device, seed: int):
+    def __init__(
+        self, envs: VecEnv, num_steps: int, device: torch.device, seed: int, dtype: torch.dtype = torch.float32
+    ):
         rollout_bytes = (num_steps + 1) * envs.num_envs * math.prod(envs.obs_shape) * np.dtype(envs.obs_dtype).itemsize
         if device.type == "cpu" and rollout_bytes > (free := psutil.virtual_memory().available):
             raise ValueError(
                 f"a rollout of {num_steps:,} steps x {envs.num_envs:,} envs takes {rollout_bytes / 1e9:,.1f} GB, and "
                 f"{free / 1e9:,.1f} GB are free: lower --num-steps or --num-envs"
             )
-        self.envs, self.num_steps = envs, num_steps
+        self.envs, self.num_steps, self.dtype = envs, num_steps, dtype
         self.stats = EpisodeStats(envs.num_envs)
         self.generator = torch.Generator(device).manual_seed(seed)
-        dtype = torch.from_numpy(np.empty(0, envs.obs_dtype)).dtype
+        obs_dtype = torch.from_numpy(np.empty(0, envs.obs_dtype)).dtype
         # One row more than the rollout: the observation that the next one starts from.
-        self.obs = torch.zeros((num_steps + 1, envs.num_envs, *envs.obs_shape), dtype=dtype, device=device)
+        self.obs = torch.zeros((num_steps + 1, envs.num_envs, *envs.obs_shape), dtype=obs_dtype, device=device)
         self.obs[-1] = torch.from_numpy(envs.reset())
 
     def collect(
@@ -255,12 +261,12 @@ class Collector:
         """
         shape, device = (self.num_steps, self.envs.num_envs), self.obs.device
         actions = torch.empty(shape, dtype=torch.int64, device=device)
-        logprobs = torch.empty(shape, device=device)
-        values = torch.empty(self.num_steps + 1, self.envs.num_envs, device=device)
+        logprobs = torch.empty(shape, dtype=self.dtype, device=device)
+        values = torch.empty((self.num_steps + 1, shape[1]), dtype=self.dtype, device=device)
         rewards = np.empty(shape, np.float32)
         terminated, truncated, valid = (np.empty(shape, bool) for _ in range(3))
         episodes: list[tuple[int, Episode]] = []
-        noise = torch.empty(self.envs.num_envs, self.envs.num_actions, device=device)
+        noise = torch.empty((shape[1], self.envs.num_actions), dtype=self.dtype, device=device)
 
         self.obs[0] = self.obs[-1]
         for t in range(self.num_steps):
@@ -429,14 +435,14 @@ def training_rows(rollout: Rollout, config: PpoConfig) -> tuple[tuple[Tensor, ..
     values = rollout.values.cpu().numpy()  # sync: the values come to the host once
     # Under next-step autoreset, V(terminal observation) is the value of the following row.
     advantages = gae(
-        rollout.rewards, values[:-1], values[1:], rollout.terminated, rollout.truncated,
+        rollout.rewards.astype(values.dtype, copy=False), values[:-1], values[1:], rollout.terminated, rollout.truncated,
         gamma=config.gamma, gae_lambda=config.gae_lambda, kernels=config.kernels,
     )  # fmt: skip
     returns = advantages + values[:-1]
     spread = returns[rollout.valid].var() if rollout.valid.any() else 0.0
     explained = 1 - float(advantages[rollout.valid].var() / spread) if spread > 0 else None
     if config.norm_adv == "rollout":
-        advantages = normalise(torch.from_numpy(advantages), torch.from_numpy(rollout.valid).float()).numpy()
+        advantages = normalise(torch.from_numpy(advantages), torch.from_numpy(rollout.valid)).numpy()
     device = rollout.obs.device
     tensors = (
         rollout.obs, rollout.actions, rollout.logprobs,
@@ -474,8 +480,9 @@ def network_arguments(config: PpoConfig, envs: VecEnv) -> dict[str, Any]:
     flags = dataclasses.asdict(config)
     options = {key: flags[key] for key in network_options(name) if flags.get(key) is not None}
     return dict(
-        name=name, obs_shape=envs.obs_shape, num_actions=envs.num_actions, head_init=config.head_init, **options
-    )
+        name=name, obs_shape=envs.obs_shape, num_actions=envs.num_actions, head_init=config.head_init,
+        dtype=config.dtype, **options,
+    )  # fmt: skip
 
 
 def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] = default_make_envs) -> Path:
@@ -501,7 +508,7 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
         check_installed(config, network_arguments(config, envs)["name"], device)
         network = make_network(**network_arguments(config, envs)).to(device)
         timer, learner = PhaseTimer(), Learner(network, config)
-        collector = Collector(envs, config.rollout_steps, device, config.seed)
+        collector = Collector(envs, config.rollout_steps, device, config.seed, network.dtype)
         if saved:
             restore(saved, learner, collector)
         run_dir = config_files.create_run_dir(config, "ppo")
@@ -596,8 +603,11 @@ def resolve(config: PpoConfig, make_envs: Callable) -> PpoConfig:
 def check_installed(config: PpoConfig, network: str, device: torch.device) -> None:
     """Raises ValueError if this config needs a kernel or a compiler that is not here."""
     kernels.choose(config.kernels)
-    if network == "attention-cnn" and config.attention == "fused" and device.type == "cpu":
-        kernels.choose("native")
+    if network == "attention-cnn" and config.attention == "fused":
+        if config.dtype == "float64":
+            raise ValueError("dtype is float64, which fused attention lacks (it computes in float32): add --attention plain")
+        if device.type == "cpu":
+            kernels.choose("native")
     if config.compile:
         check_compiler(device)
     if config.track:
@@ -615,7 +625,8 @@ def load_resumable(config: PpoConfig) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not the newest checkpoint of its run ({newest.name}): add --run-dir NEW to branch off from it"
         )
-    then, now = saved["config"], config_files.as_dict(config)
+    # A setting that the checkpoint's version did not have was what is the default now.
+    then, now = config_files.as_dict(PpoConfig()) | saved["config"], config_files.as_dict(config)
     changed = sorted(
         key for key in then.keys() | now.keys() if then.get(key) != now.get(key) and key not in MAY_CHANGE_ON_RESUME
     )

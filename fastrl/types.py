@@ -55,9 +55,9 @@ class Rollout(NamedTuple):
     actions: torch.Tensor
     """[T, N] int64"""
     logprobs: torch.Tensor
-    """[T, N] float32: log pi(actions | obs) of the policy that acted."""
+    """[T, N] float32, or the network's float64: log pi(actions | obs) of the policy that acted."""
     values: torch.Tensor
-    """[T + 1, N] float32: V(obs[t]); the last row is V of the observation after the rollout."""
+    """[T + 1, N], dtype of `logprobs`: V(obs[t]); the last row is V of the observation after the rollout."""
     rewards: np.ndarray
     """[T, N] float32"""
     terminated: np.ndarray
@@ -69,7 +69,8 @@ class Rollout(NamedTuple):
 
 
 class Minibatch(NamedTuple):
-    """B transitions of a rollout in torch tensors, as `losses.ppo_loss` takes them. Shape [B] float32 unless stated.
+    """B transitions of a rollout in torch tensors, as `losses.ppo_loss` takes them. Shape [B] unless stated, float32
+    or the network's float64.
 
     Every minibatch of a run has the same B, so that compiled code sees one shape: the last one of an epoch is filled up
     with rows of weight 0.
