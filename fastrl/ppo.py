@@ -435,7 +435,8 @@ def training_rows(rollout: Rollout, config: PpoConfig) -> tuple[tuple[Tensor, ..
     values = rollout.values.cpu().numpy()  # sync: the values come to the host once
     # Under next-step autoreset, V(terminal observation) is the value of the following row.
     advantages = gae(
-        rollout.rewards.astype(values.dtype, copy=False), values[:-1], values[1:], rollout.terminated, rollout.truncated,
+        rollout.rewards.astype(values.dtype, copy=False), values[:-1], values[1:],
+        rollout.terminated, rollout.truncated,
         gamma=config.gamma, gae_lambda=config.gae_lambda, kernels=config.kernels,
     )  # fmt: skip
     returns = advantages + values[:-1]
@@ -605,7 +606,7 @@ def check_installed(config: PpoConfig, network: str, device: torch.device) -> No
     kernels.choose(config.kernels)
     if network == "attention-cnn" and config.attention == "fused":
         if config.dtype == "float64":
-            raise ValueError("dtype is float64, which fused attention lacks (it computes in float32): add --attention plain")
+            raise ValueError("dtype is float64, but fused attention computes in float32: add --attention plain")
         if device.type == "cpu":
             kernels.choose("native")
     if config.compile:
