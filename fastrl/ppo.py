@@ -316,6 +316,8 @@ class Learner:
         self.best_return = -math.inf
         self._act, self._loss = torch.no_grad()(acting(network)), minibatch_loss(network, config)
         if config.compile:
+            # PyTorch stops compiling a function after a few networks; each learner starts its count anew.
+            torch.compiler.reset()
             self._act, self._loss = torch.compile(self._act), torch.compile(self._loss)
 
     def policy(self) -> Policy:
