@@ -1,69 +1,317 @@
-"""The fast backends against the reference, step by step and exactly.
+"""Pairs of environments that must be the same: one game, played on both with the same actions, compared row by row.
 
-Gymnasium derives ALE's seed from the one it is given; the other backends hand theirs to ALE directly, so they get that
-derived seed. Seed 1 gives a positive one, which is the kind that ALE obeys.
+    ale               ale-py's batched stepping is the reference path: pixels, rewards, flags, lives, lengths.
+    envpool-pooled    EnvPool is Gymnasium with the same max-pool, one no-op frame later: those and RAM.
+    envpool-plain     EnvPool is the reference path one no-op frame later, but for the pixels that its pool brightens.
+    envpool-by-frame  EnvPool without frame skip, skipping outside it, is that path in its pixels as well.
+
+The reference path is Gymnasium's `ALE/*-v5` with its own frame skip, resized and stacked. With sticky actions it plays
+other games than the fast sides from a seed's second one on: after game over it still draws the random numbers of the
+frames that it skips. No such frames are left after a truncation, or where the skip stops at game over, as for the pool.
 """
+
+from typing import NamedTuple
 
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation, MaxAndSkipObservation, ResizeObservation
 
-from fastrl.envs import EnvConfig, make_envs
-
-GYM_SEED = 1
-ALE_SEED = int(np.random.SeedSequence(GYM_SEED).generate_state(2)[1].astype(np.int32))
+from fastrl.envs import EnvConfig, Episode, EpisodeStats, gymnasium_env, make_envs
 
 
-def assert_equal_rows(fast, reference, steps, *, terminal_obs=True):
-    """Same random actions; every field equal. Returns the rows of the reference."""
-    rng, rows = np.random.default_rng(0), []
+class Pair(NamedTuple):
+    fast: dict
+    reference: dict
+    stale: tuple[str, ...]
+    """The rows that end a game, where the newest frame of the fast side may not be the last one of the game."""
+
+
+PAIRS = {
+    "ale": Pair(
+        dict(backend="ale", max_pool=False, stack_padding="zero"),
+        dict(stack_padding="zero"),
+        stale=("game_over", "truncated"),
+    ),
+    "envpool-pooled": Pair(dict(), dict(max_pool=True, noop_max=1), stale=("game_over",)),
+    "envpool-plain": Pair(dict(), dict(max_pool=False, noop_max=1), stale=("game_over",)),
+    "envpool-by-frame": Pair(dict(frame_skip=1, stack=1), dict(max_pool=False, noop_max=1), stale=()),
+}
+EXACT_PAIRS = [name for name in PAIRS if name != "envpool-plain"]
+# The lives that a game begins with.
+LIVES = {"Asterix": 3, "Breakout": 5, "Pong": 0, "Qbert": 4, "SpaceInvaders": 3}
+# Games that are short under random actions, and how many of them.
+SEVERAL = [("Asterix", 2), ("Breakout", 2), ("SpaceInvaders", 1)]
+FIRST_STICKY = ["Asterix", "Breakout", "Qbert"]
+
+
+def ale_seed(gym_seed):
+    """Gymnasium derives ALE's seed from its own. The other backends hand theirs to ALE, so they get the derived one."""
+    return int(np.random.SeedSequence(gym_seed).generate_state(2)[1].astype(np.int32))
+
+
+def make_pair(name, game, gym_seeds, *, max_episode_frames=None, **settings):
+    pair, settings = PAIRS[name], dict(env_id=f"ALE/{game}-v5", **settings)
+    # EnvPool's limit leaves out the no-op frame.
+    limit = max_episode_frames and max_episode_frames + pair.reference.get("noop_max", 0)
+    fast = EnvConfig(**settings, **pair.fast, max_episode_frames=max_episode_frames)
+    reference = EnvConfig(backend="gymnasium", **settings, **pair.reference, max_episode_frames=limit)
+    seeds = [ale_seed(seed) for seed in gym_seeds]
+    fast, reference = make_envs(fast, len(seeds), seeds), make_envs(reference, len(seeds), gym_seeds)
+    if name != "ale":
+        fast._pool = RamRecorder(fast._pool)
+    return SoftwareSkip(fast) if name == "envpool-by-frame" else fast, reference
+
+
+class RamRecorder:
+    """An EnvPool pool that keeps the RAM of its last answer, uint8 [N, 128]; the adapter has no use for it."""
+
+    def __init__(self, pool):
+        self._pool = pool
+
+    def reset(self):
+        return self._keep(self._pool.reset())
+
+    def step(self, actions):
+        return self._keep(self._pool.step(actions))
+
+    def _keep(self, answer):
+        self.ram = answer[-1]["ram"]
+        return answer
+
+
+class SoftwareSkip:
+    """Four steps of every-frame envs as one, up to the end of a game; the last frame is seen, and stacked here."""
+
+    def __init__(self, envs):
+        self._envs, self._pool, self.num_actions = envs, envs._pool, envs.num_actions
+
+    def reset(self):
+        self._stack = np.repeat(self._envs.reset(), 4, axis=1)
+        return self._stack
+
+    def step(self, actions):
+        total = 0
+        for _ in range(4):
+            row = self._envs.step(actions)
+            total += row.raw_rewards
+            stops = row.terminated | row.truncated | row.was_reset
+            assert stops.all() == stops.any(), "these envs must end together"
+            if stops.all():
+                break
+        new_game = row.was_reset.all()
+        self._stack = np.concatenate([row.obs] * 4 if new_game else [self._stack[:, 1:], row.obs], axis=1)
+        return row._replace(obs=self._stack, rewards=total, raw_rewards=total)
+
+
+class Seen(NamedTuple):
+    """What happened in the games that were compared, so that no test passes on games where nothing does."""
+
+    episodes: list[Episode]
+    rewarded: int
+    terminated: int
+    truncated: int
+    resets: int
+    lives_lost: int
+
+
+def play(fast, reference, games, same_screens, extra_rows=20):
+    """The same random actions on both until `games` have ended, and `extra_rows` more. Everything but the screens is
+    compared here, the screens of a row by `same_screens(one, other)`."""
+    rng, rows, episodes = np.random.default_rng(0), [], []
+    counts = EpisodeStats(reference.num_envs), EpisodeStats(reference.num_envs)
+    assert fast.num_actions == reference.num_actions
     np.testing.assert_array_equal(fast.reset(), reference.reset())
-    for t in range(steps):
-        actions = rng.integers(0, fast.num_actions, 1)
+    assert_same_ram(fast, reference)
+    while len(episodes) < games or extra_rows > 0:
+        assert len(rows) < 2500, "no end of these games"
+        extra_rows -= len(episodes) >= games
+        actions = rng.integers(0, fast.num_actions, reference.num_envs)
         one, other = fast.step(actions), reference.step(actions)
-        for name, left, right in zip(one._fields, one, other, strict=True):
-            if terminal_obs or name != "obs" or not (other.game_over[0] or other.was_reset[0]):
-                np.testing.assert_array_equal(left, right, err_msg=f"{name} at step {t}")
-        rows.append(other)
-    return rows
+        for name in other._fields[1:]:
+            left, right = getattr(one, name), getattr(other, name)
+            assert np.array_equal(left, right), f"{name} of row {len(rows)}: {left} and {right}"
+        assert_same_ram(fast, reference)
+        same_screens(one, other)
+        ended, expected = (
+            count.update(row.raw_rewards, row.terminated, row.truncated, row.was_reset, row.game_over)
+            for count, row in zip(counts, (one, other), strict=True)
+        )
+        assert ended == expected
+        episodes += expected
+        rows.append(other._replace(obs=None))
+    flags = ("raw_rewards", "terminated", "truncated", "was_reset")
+    lives_lost = np.count_nonzero(np.diff([row.lives for row in rows], axis=0) < 0)
+    return Seen(episodes, *(np.count_nonzero([getattr(row, flag) for row in rows]) for flag in flags), lives_lost)
 
 
-def test_ale_seed_is_positive():
-    assert ALE_SEED > 0
+def assert_same_ram(fast, reference):
+    """Of the emulators, where the fast side shows its own."""
+    if isinstance(getattr(fast, "_pool", None), RamRecorder):
+        np.testing.assert_array_equal(fast._pool.ram, [env._ale.getRAM() for env in reference._envs])
 
 
-@pytest.mark.parametrize(("sticky", "steps"), [(0.0, 200), (0.25, 500)])
-def test_parity_ale_backend_is_the_reference_path(sticky, steps):
-    """Pixels, rewards, flags and lives, up to the end of the first game (its last frame is stale in ale-py)."""
-    settings = dict(sticky=sticky, stack_padding="zero")
-    fast = make_envs(EnvConfig(backend="ale", **settings), 1, [ALE_SEED])
-    reference = make_envs(EnvConfig(backend="gymnasium", **settings), 1, [GYM_SEED])
-    rows = assert_equal_rows(fast, reference, steps)
-    assert sum(abs(row.raw_rewards[0]) for row in rows) >= steps // 100
+def exact_screens(pair, reference):
+    """Equal, but that on the pair's stale rows the newest frame may lack the pool or repeat the previous one."""
+
+    def compare(one, other):
+        for env in range(reference.num_envs):
+            screens, expected = one.obs[env], other.obs[env]
+            if any(getattr(other, flag)[env] for flag in PAIRS[pair].stale):
+                unpooled = gymnasium_env._shrink(reference._envs[env]._ale.getScreenGrayscale())
+                assert any(np.array_equal(screens[-1], frame) for frame in (expected[-1], unpooled, expected[-2]))
+                screens, expected = screens[:-1], expected[:-1]
+            np.testing.assert_array_equal(screens, expected)
+
+    return compare
 
 
-@pytest.mark.parametrize(("sticky", "steps"), [(0.0, 200), (0.25, 1000)])
-def test_parity_envpool_is_gymnasium_with_max_pool_and_one_noop(sticky, steps):
-    """Over more than one game; EnvPool's last frame of a game may be stale."""
-    fast = make_envs(EnvConfig(sticky=sticky), 1, [ALE_SEED])
-    reference = make_envs(EnvConfig(backend="gymnasium", sticky=sticky, max_pool=True, noop_max=1), 1, [GYM_SEED])
-    rows = assert_equal_rows(fast, reference, steps, terminal_obs=False)
-    assert any(row.game_over[0] for row in rows) == (steps == 1000)
+def assert_eventful(seen, game, games):
+    assert len(seen.episodes) >= games
+    assert seen.resets >= games - 1
+    assert seen.rewarded >= games
+    assert seen.lives_lost >= games * LIVES[game]
+    assert not seen.truncated
 
 
-def test_parity_envpool_rewards_equal_the_unpooled_reference():
-    """Without max-pool the game is the same; only pixels differ, and little."""
-    fast = make_envs(EnvConfig(), 1, [ALE_SEED])
-    reference = make_envs(EnvConfig(backend="gymnasium", noop_max=1), 1, [GYM_SEED])
-    rng, differences = np.random.default_rng(0), []
-    fast.reset(), reference.reset()
-    for _ in range(250):
-        actions = rng.integers(0, 6, 1)
-        one, other = fast.step(actions), reference.step(actions)
-        for name in ("rewards", "raw_rewards", "terminated", "truncated", "was_reset", "lives", "game_over"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-        differences.append(np.abs(one.obs.astype(int) - other.obs).mean())
-    assert 0 < np.mean(differences) < 0.5
+def assert_truncated(seen):
+    assert seen.truncated == seen.resets == 4
+    assert [episode.length for episode in seen.episodes] == [100] * 4
+    assert seen.rewarded >= 4
+    assert not seen.terminated
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_parity_seeds_are_positive(seed):
+    """ALE ignores negative ones."""
+    assert ale_seed(seed) > 0
+
+
+@pytest.mark.parametrize(("game", "games"), SEVERAL)
+@pytest.mark.parametrize("pair", EXACT_PAIRS)
+def test_parity_of_several_games(pair, game, games):
+    """Without sticky actions, so nothing is random."""
+    fast, reference = make_pair(pair, game, [1], sticky=0.0)
+    assert_eventful(play(fast, reference, games, exact_screens(pair, reference)), game, games)
+
+
+@pytest.mark.parametrize("game", FIRST_STICKY)
+@pytest.mark.parametrize("pair", ["ale", "envpool-by-frame"])
+def test_parity_of_the_first_sticky_game(pair, game):
+    fast, reference = make_pair(pair, game, [4], sticky=0.25)
+    assert_eventful(play(fast, reference, 1, exact_screens(pair, reference), extra_rows=0), game, 1)
+
+
+@pytest.mark.parametrize(
+    ("game", "games", "seeds"),
+    [
+        ("Asterix", 2, [1, 4]),
+        ("Breakout", 3, [1, 4]),
+        ("Qbert", 2, [1, 4]),
+        ("SpaceInvaders", 1, [1, 4]),
+        ("Pong", 1, [1]),
+    ],
+)
+def test_parity_of_sticky_games_with_the_pool(game, games, seeds):
+    """Also in two envs, whose games differ and end apart."""
+    fast, reference = make_pair("envpool-pooled", game, seeds, sticky=0.25)
+    assert_eventful(play(fast, reference, games, exact_screens("envpool-pooled", reference)), game, games)
+
+
+@pytest.mark.parametrize("pair", EXACT_PAIRS)
+def test_parity_of_truncated_games(pair):
+    """In two envs, sticky. EnvPool's last frames are exact here."""
+    fast, reference = make_pair(pair, "Pong", [1, 4], sticky=0.25, max_episode_frames=400)
+    seen = play(fast, reference, 4, exact_screens(pair, reference))
+    assert_truncated(seen)
+
+
+@pytest.mark.parametrize(
+    ("game", "games", "sticky", "bound"),
+    [
+        ("Asterix", 2, 0.0, 0.3),
+        ("Breakout", 2, 0.0, 0.06),
+        ("SpaceInvaders", 1, 0.0, 0.2),
+        ("Asterix", 1, 0.25, 0.3),
+        ("Breakout", 1, 0.25, 0.06),
+        ("Qbert", 1, 0.25, 0.05),
+    ],
+)
+def test_parity_of_the_game_without_the_pool(game, games, sticky, bound):
+    """The pool brightens pixels and darkens none; by less than `bound` grey levels on average."""
+    fast, reference = make_pair("envpool-plain", game, [4], sticky=sticky)
+    seen, brightened = play_unpooled(fast, reference, games, extra_rows=0 if sticky else 20)
+    assert_eventful(seen, game, games)
+    assert 0 < brightened < bound
+
+
+def test_parity_of_truncated_games_without_the_pool():
+    fast, reference = make_pair("envpool-plain", "Pong", [1, 4], sticky=0.25, max_episode_frames=400)
+    seen, brightened = play_unpooled(fast, reference, 4)
+    assert_truncated(seen)
+    assert 0 < brightened < 0.06
+
+
+def play_unpooled(fast, reference, games, **options):
+    """As `play`; also returns by how many grey levels the fast screens are brighter on average."""
+    differences = []
+
+    def brighter(one, other):
+        running = ~other.game_over  # a game's last frame may be stale
+        difference = one.obs[running].astype(int) - other.obs[running]
+        assert (difference >= 0).all()
+        assert not difference[other.was_reset[running]].any()  # nothing is pooled there
+        differences.extend(difference[:, -1].mean(axis=(1, 2)))
+
+    return play(fast, reference, games, brighter, **options), np.mean(differences)
+
+
+def test_parity_of_tall_screens(monkeypatch):
+    """Klax has 250 rows: ale-py shrinks them all, EnvPool the upper 210, and fastrl says so."""
+    fast, reference = make_pair("ale", "Klax", [1], sticky=0.0)
+    seen = play(fast, reference, 2, exact_screens("ale", reference))
+    assert len(seen.episodes) == 2
+    assert seen.rewarded > 0
+    with pytest.warns(UserWarning, match="crops the screen of ALE/Klax-v5 to its upper 210 rows"):
+        fast, reference = make_pair("envpool-pooled", "Klax", [4], sticky=0.25)
+    shrink = gymnasium_env._shrink
+    monkeypatch.setattr(gymnasium_env, "_shrink", lambda screen: shrink(screen[:210]))
+    seen = play(fast, reference, 2, exact_screens("envpool-pooled", reference))
+    assert len(seen.episodes) == 2
+    assert seen.rewarded > 0
+
+
+def breakout(frameskip):
+    return gymnasium.make("ALE/Breakout-v5", obs_type="grayscale", frameskip=frameskip)
+
+
+WRAPPED = {
+    "plain": lambda: ResizeObservation(breakout(frameskip=4), (84, 84)),
+    "MaxAndSkip": lambda: ResizeObservation(MaxAndSkipObservation(breakout(frameskip=1), 4), (84, 84)),
+    "AtariPreprocessing": lambda: AtariPreprocessing(breakout(frameskip=1), noop_max=0),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+def test_parity_gymnasium_backend_is_gymnasium(wrapped):
+    """What the fast sides are compared with is Gymnasium with its own wrappers."""
+    max_pool, padding = wrapped != "plain", {"plain": "zero"}.get(wrapped, "repeat")
+    config = EnvConfig(env_id="ALE/Breakout-v5", backend="gymnasium", max_pool=max_pool, stack_padding=padding)
+    envs = make_envs(config, 1, [1])
+    env = FrameStackObservation(WRAPPED[wrapped](), 4, padding_type="reset" if padding == "repeat" else "zero")
+    np.testing.assert_array_equal(envs.reset()[0], env.reset(seed=1)[0])
+    rng, ended, games = np.random.default_rng(0), False, 0
+    for _ in range(300):
+        actions = rng.integers(0, envs.num_actions, 1)
+        row = envs.step(actions)
+        obs, reward, over, cut, _ = (env.reset()[0], 0, False, False, {}) if ended else env.step(actions[0])
+        # Where a game ends within a skip, Gymnasium pools older frames.
+        exact = 3 if over and max_pool else 4
+        np.testing.assert_array_equal(row.obs[0, :exact], obs[:exact])
+        found = row.raw_rewards[0], row.terminated[0], row.truncated[0], row.was_reset[0]
+        assert found == (reward, over, cut, ended)
+        ended, games = over, games + over
+    assert games >= 1
 
 
 @pytest.mark.parametrize("game", ["Breakout", "SpaceInvaders"])
@@ -71,11 +319,44 @@ def test_parity_envpool_baselines_through_lost_lives_and_games(game):
     """Lost lives, the FIRE after them, clipped rewards and new games, with sticky actions off and no random no-ops."""
     # A game without FIRE or no-ops would begin one frame later in EnvPool; both games here have FIRE.
     settings = dict(env_id=f"ALE/{game}-v5", env_setting="baselines", noop_max=0)
-    fast = make_envs(EnvConfig(**settings), 1, [ALE_SEED])
-    reference = make_envs(EnvConfig(backend="gymnasium", **settings), 1, [GYM_SEED])
-    rows = assert_equal_rows(fast, reference, 600, terminal_obs=False)
-    assert any(row.game_over[0] for row in rows)
-    assert sum(row.terminated[0] & ~row.game_over[0] for row in rows) >= 2
+    fast = make_envs(EnvConfig(**settings), 1, [ale_seed(1)])
+    reference = make_envs(EnvConfig(backend="gymnasium", **settings), 1, [1])
+    fast._pool = RamRecorder(fast._pool)
+    seen = play(fast, reference, 1, exact_screens("envpool-pooled", reference), extra_rows=60)
+    assert_eventful(seen, game, 1)
+    assert seen.terminated - len(seen.episodes) >= LIVES[game] - 1
+    assert seen.resets - len(seen.episodes) >= LIVES[game] - 1
+
+
+def uniforms(seed, low, high):
+    """What C++ draws as std::uniform_real_distribution<double>(low, high) from std::mt19937(seed)."""
+    twister = np.random.RandomState(seed)  # the same generator; each double takes two of its numbers
+    while True:
+        lower, upper = twister.randint(2**32, size=2, dtype=np.uint32).tolist()
+        yield low + (high - low) * (lower + upper * 2**32) / 2**64
+
+
+def test_parity_cartpole_is_exact_from_an_equal_state():
+    """EnvPool's starts can be drawn again in float64. Gymnasium plays the same bits from there, for 100 steps at least;
+    a last bit that differs then grows. Every other episode is kept up for longer, the rest fall within these steps."""
+    envs, env = make_envs(EnvConfig(env_id="CartPole-v1"), 1, [7]), gymnasium.make("CartPole-v1").unwrapped
+    rng, starts, lengths = np.random.default_rng(0), uniforms(7, -0.05, 0.05), []
+    obs = envs.reset()
+    for episode in range(20):
+        env.reset()
+        env.state, age, over = np.array([next(starts) for _ in range(4)]), 0, False
+        np.testing.assert_array_equal(obs[0], env.state.astype(np.float32))
+        while not over:
+            action = int(rng.integers(2) if episode % 2 else obs[0, 2] + 0.5 * obs[0, 3] + 0.02 * obs[0, 0] > 0)
+            row = envs.step([action])
+            obs, age, over = row.obs, age + 1, row.terminated[0] or row.truncated[0]
+            if age <= 100:
+                expected, reward, terminated, _, _ = env.step(action)
+                np.testing.assert_array_equal(obs[0], expected)
+                assert (row.rewards[0], row.terminated[0], row.was_reset[0]) == (reward, terminated, False)
+        lengths.append(age)
+        obs = envs.step([0]).obs
+    assert min(lengths[0::2]) > 100 > max(lengths[1::2])
 
 
 def state_of(env_id, obs):
