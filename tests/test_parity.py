@@ -290,6 +290,23 @@ def test_parity_many_short_rollouts_are_one_long_one_where_episodes_end_with_the
     assert_relative(*changes, TOLERANCES["float64"].update)
 
 
+def test_parity_reset_rows_teach_nothing(recordings):
+    """A rollout with the masked rows of next-step autoreset teaches what it does without them."""
+    recording = recordings("cartpole", "float64")
+    config = config_of("cartpole", minibatch_size=10_000)
+    for env in range(config.num_envs):
+        masked = arranged(recording.rollout, [env])
+        kept = masked.valid[:, 0]
+        if kept.all() or not kept[0]:
+            continue
+        values = torch.cat([masked.values[:-1][kept], masked.values[-1:]])
+        plain = Rollout(*(x[: len(kept)][kept] for x in masked))._replace(values=values)
+        changes = [change_of_update(recording.learner(config), rollout)[0] for rollout in (masked, plain)]
+        assert_relative(*changes, TOLERANCES["float64"].update)
+        return
+    raise AssertionError("no env of the recording was reset")
+
+
 def _end_to_end(x):
     """[T, N, ...] -> [N * T, 1, ...], one env after the other."""
     return x.swapaxes(0, 1).reshape(-1, 1, *x.shape[2:])
