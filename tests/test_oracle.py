@@ -200,6 +200,7 @@ def test_oracle_whole_training_with_the_preset_untouched(tmp_path):
     assert len(episodes) > 100
 
 
+@pytest.mark.slow
 def test_oracle_whole_training_through_the_end_of_a_game(tmp_path):
     """`train` itself on Pong, 960 steps."""
     run_dir = tmp_path / "run"

@@ -166,8 +166,8 @@ def outcome(recording, config):
 slow = pytest.mark.slow
 CASES = [
     *(("cartpole", dtype, part) for dtype in TOLERANCES for part in ("native", "numba", "compiled")),
-    *(("pong", "float32", part) for part in ("native", "numba", "folded", "fused", "fast")),
-    pytest.param("pong", "float32", "compiled", marks=slow),
+    *(("pong", "float32", part) for part in ("native", "numba", "folded", "fused")),
+    *(pytest.param("pong", "float32", part, marks=slow) for part in ("compiled", "fast")),
     ("pong", "float64", "folded"),
     pytest.param("pong", "float64", "compiled", marks=slow),
     ("pong", "bfloat16", "fused"),
