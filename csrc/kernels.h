@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -49,5 +50,87 @@ void attention_backward(const float* qkv, const float* out, const float* stats, 
 
 /// The instruction sets for which attention can run here, fastest first; `isa` chooses another than the first (tests).
 std::vector<std::string> attention_isas();
+
+/// The storage of a replay buffer: one ring of slots per env, one slot per transition. slots = bases[num_envs].
+///
+/// Transition q of env n (q = 0, 1, ... in the order of their arrival) has the id q * num_envs + n and lies in slot
+/// bases[n] + q % (bases[n + 1] - bases[n]). A frame is frame_bytes raw bytes.
+struct Ring {
+  std::size_t num_envs, frame_bytes;
+  const std::int64_t* bases;   ///< [num_envs + 1]
+  std::int64_t* counts;        ///< [num_envs]: transitions that ever arrived
+  bool* running;               ///< [num_envs]: the newest transition did not end its episode
+  std::uint8_t* frames;        ///< [slots, frame_bytes]: the observation acted on, without the older ones of its stack
+  std::int64_t* actions;       ///< [slots]
+  float* rewards;              ///< [slots]
+  std::uint8_t* flags;         ///< [slots]: 1 first of its episode, 2 terminated, 4 last of its episode
+  std::int32_t* final_index;   ///< [slots]: the row in `finals` of the observation after the last one, else -1
+  std::uint8_t* pending;       ///< [num_envs, frame_bytes]: the observation after the newest transition, if running
+  std::uint8_t* finals;        ///< [num_finals, frame_bytes]
+  std::int32_t* free_finals;   ///< [num_finals]: a stack of unused rows of `finals`
+  std::int64_t* num_free;      ///< [1]: how many entries of that stack count
+};
+
+/// Rows that arrive: all [num_steps, num_envs], the frames with frame_bytes behind. valid is false on an autoreset row.
+struct Transitions {
+  std::size_t num_steps;
+  const std::uint8_t *obs, *next_obs;
+  const std::int64_t* actions;
+  const float* rewards;
+  const bool *terminated, *truncated, *valid;
+};
+
+/// Sampled rows: [batch], the observations [batch, stack, frame_bytes].
+struct Samples {
+  std::uint8_t* obs;
+  std::int64_t* actions;
+  float *returns, *discounts;
+  std::uint8_t* next_obs;
+};
+
+/// Appends rows[row:], and returns the row at which it stopped: num_steps, or an earlier one before which `finals` must
+/// grow (fewer than 2 * num_envs are free). ids is [num_steps, num_envs], -1 where a row is not valid.
+///
+/// An episode that goes on elsewhere than at its newest next_obs, or that an invalid row follows, ends there as if
+/// truncated. O(num_steps * num_envs * frame_bytes); one thread at a time per ring.
+std::size_t replay_add(const Ring& ring, const Transitions& rows, std::size_t row, std::int64_t* ids);
+
+/// Rebuilds the transitions `ids` [batch], each the first of at most num_steps steps:
+///
+///     returns = sum_{i<k} gammas[i] * reward[q + i],  discounts = terminated ? 0 : gammas[k]
+///
+/// with k steps up to the end of the episode or the newest transition; next_obs is the stack after them. gammas is
+/// [num_steps + 1]. Every id must be live, and the ring must have stack - 1 more slots per env than live transitions.
+/// Rows are shared among up to num_threads threads. O(batch * (stack * frame_bytes + num_steps)).
+void replay_gather(const Ring& ring, const std::int64_t* ids, std::size_t batch, std::size_t stack,
+                   const double* gammas, std::size_t num_steps, int num_threads, const Samples& out);
+
+/// A tree of fan-out 8 over non-negative leaves. Level 0 holds the leaves, level num_levels - 1 the root alone; level i
+/// begins at offsets[i] and is padded with zeros (infinities in `mins`) to a multiple of 8.
+struct Tree {
+  std::size_t num_levels;
+  const std::int64_t* offsets;  ///< [num_levels]
+  double* sums;                 ///< a node is the sum of its children
+  double* mins;                 ///< a node is the least of its children, +inf where nothing was written; or null
+};
+
+/// Which leaf belongs to which id: transition q of env n has leaf bases[n] + q % (bases[n + 1] - bases[n]), as long as
+/// it is one of the newest of its env.
+struct Leaves {
+  std::size_t num_envs;
+  const std::int64_t* bases;   ///< [num_envs + 1]
+  const std::int64_t* counts;  ///< [num_envs]
+};
+
+/// Sets the leaves of the live ones of `ids` [batch] to `values` and sums up again; the last of equal ids wins. `nodes`
+/// is [batch], scratch. O(batch * log(leaves)).
+void tree_update(const Tree& tree, const Leaves& leaves, const std::int64_t* ids, const double* values,
+                 std::size_t batch, std::int64_t* nodes);
+
+/// Draws `batch` leaves in proportion to their value, one from each of `batch` equal parts of the total (stratified):
+/// uniforms [batch] in [0, 1) say where in its part. Writes ids and the values of their leaves. A leaf of value 0 is
+/// never drawn; the total must be positive. O(batch * log(leaves)).
+void tree_sample(const Tree& tree, const Leaves& leaves, const double* uniforms, std::size_t batch, std::int64_t* ids,
+                 double* values);
 
 }  // namespace fastrl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fastrl import kernels as kernels_
+from fastrl.types import describe
 
 
 def gae(
@@ -42,19 +43,13 @@ def gae(
 
 def _check(rewards, values, next_values, terminated, truncated, gamma, gae_lambda) -> None:
     if not isinstance(rewards, np.ndarray) or rewards.ndim != 2 or rewards.dtype not in (np.float32, np.float64):
-        raise ValueError(f"rewards must be a float32 or float64 array [T, N]; got {_describe(rewards)}")
+        raise ValueError(f"rewards must be a float32 or float64 array [T, N]; got {describe(rewards)}")
     expected = {"values": rewards.dtype, "next_values": rewards.dtype, "terminated": np.bool_, "truncated": np.bool_}
     arrays = (values, next_values, terminated, truncated)
     for (name, dtype), array in zip(expected.items(), arrays, strict=True):
         if not isinstance(array, np.ndarray) or array.shape != rewards.shape or array.dtype != dtype:
             want = f"{np.dtype(dtype)} {list(rewards.shape)}, as rewards"
-            raise ValueError(f"{name} must be {want}; got {_describe(array)}")
+            raise ValueError(f"{name} must be {want}; got {describe(array)}")
     for name, number in (("gamma", gamma), ("gae_lambda", gae_lambda)):
         if not 0 <= number <= 1:
             raise ValueError(f"{name} must lie in [0, 1]; got {number}")
-
-
-def _describe(array: object) -> str:
-    if isinstance(array, np.ndarray):
-        return f"{array.dtype} {list(array.shape)}"
-    return type(array).__name__

@@ -87,3 +87,30 @@ class Minibatch(NamedTuple):
     """V(obs) when the rollout was collected."""
     weights: torch.Tensor
     """1 for a transition, 0 for a row that only fills up the minibatch."""
+
+
+class Batch(NamedTuple):
+    """B transitions of n steps sampled from a replay buffer, in NumPy arrays; the target is
+    `returns + discounts * Q(next_obs)`."""
+
+    obs: np.ndarray
+    """[B, *obs_shape], or [B, stack, *obs_shape] with stack > 1 (oldest frame first), in obs_dtype."""
+    actions: np.ndarray
+    """[B] int64"""
+    returns: np.ndarray
+    """[B] float32: the discounted sum of the rewards of the steps taken."""
+    discounts: np.ndarray
+    """[B] float32: gamma^k after k steps, 0 if the last of them terminated the episode."""
+    next_obs: np.ndarray
+    """As `obs`: what was seen after the last step, before any reset."""
+    weights: np.ndarray
+    """[B] float32 in (0, 1]: importance-sampling weights; 1 in uniform sampling."""
+    ids: np.ndarray
+    """[B] int64: stable names of the transitions, for `update_priorities`."""
+
+
+def describe(array: object) -> str:
+    """What an error message says of an argument: dtype and shape, or the type of what is no NumPy array."""
+    if isinstance(array, np.ndarray):
+        return f"{array.dtype} {list(array.shape)}"
+    return type(array).__name__

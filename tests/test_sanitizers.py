@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TESTS = ["test_kernels.py", "test_returns.py", "test_attention.py"]
+TESTS = ["test_kernels.py", "test_returns.py", "test_attention.py", "test_replay.py"]
 SEARCH_PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 # Puts the sanitized build in the place of the installed one.
@@ -20,7 +20,8 @@ import importlib.util, sys, fastrl, pytest
 spec = importlib.util.spec_from_file_location("fastrl._native", sys.argv[1])
 fastrl._native = sys.modules["fastrl._native"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fastrl._native)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "native or fused and not compiles", *sys.argv[2:]]))
+chosen = "native or list_of_episodes or threads or fused and not compiles"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", chosen, *sys.argv[2:]]))
 """
 
 

@@ -1,0 +1,125 @@
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace fastrl {
+namespace {
+
+constexpr std::uint8_t kStart = 1, kTerminated = 2, kEnd = 4;
+
+// The slots of one env: transition q lies in slot base + q % length.
+struct Stream {
+  std::int64_t base, length;
+  std::size_t slot(std::int64_t q) const { return static_cast<std::size_t>(base + q % length); }
+};
+
+Stream stream(const Ring& ring, std::size_t env) {
+  return {ring.bases[env], ring.bases[env + 1] - ring.bases[env]};
+}
+
+// Marks a transition as the last of its episode and keeps the observation that followed it.
+void end_episode(const Ring& ring, std::size_t slot, std::uint8_t flags, const std::uint8_t* final_obs) {
+  const std::int32_t index = ring.free_finals[--*ring.num_free];
+  std::memcpy(ring.finals + index * ring.frame_bytes, final_obs, ring.frame_bytes);
+  ring.final_index[slot] = index;
+  ring.flags[slot] |= flags | kEnd;
+}
+
+// Writes [oldest .. newest] of a stack of frames: `newest`, then the frames of transition q and before it, back to the
+// first of the episode, which is repeated.
+void copy_stack(const Ring& ring, const Stream& env, const std::uint8_t* newest, std::int64_t q, bool at_start,
+                std::size_t stack, std::uint8_t* out) {
+  const std::size_t bytes = ring.frame_bytes;
+  const std::uint8_t* frame = newest;
+  for (std::size_t i = stack; i-- > 0;) {
+    std::memcpy(out + i * bytes, frame, bytes);
+    if (at_start || i == 0) continue;
+    const std::size_t slot = env.slot(q--);
+    frame = ring.frames + slot * bytes;
+    at_start = ring.flags[slot] & kStart;
+  }
+}
+
+void gather_one(const Ring& ring, std::int64_t id, std::size_t stack, const double* gammas, std::size_t num_steps,
+                const Samples& out, std::size_t row) {
+  const auto num_envs = static_cast<std::int64_t>(ring.num_envs);
+  const auto n = static_cast<std::size_t>(id % num_envs);
+  const std::int64_t first = id / num_envs, head = ring.counts[n];
+  const Stream env = stream(ring, n);
+  const std::size_t bytes = ring.frame_bytes, first_slot = env.slot(first);
+
+  copy_stack(ring, env, ring.frames + first_slot * bytes, first - 1, ring.flags[first_slot] & kStart, stack,
+             out.obs + row * stack * bytes);
+  out.actions[row] = ring.actions[first_slot];
+
+  double sum = 0;
+  std::size_t steps = 0, slot = first_slot;
+  std::int64_t last = first;
+  for (;; ++last) {
+    slot = env.slot(last);
+    sum += gammas[steps++] * static_cast<double>(ring.rewards[slot]);
+    if (steps == num_steps || (ring.flags[slot] & kEnd) || last + 1 == head) break;
+  }
+  out.returns[row] = static_cast<float>(sum);
+  out.discounts[row] = ring.flags[slot] & kTerminated ? 0.0f : static_cast<float>(gammas[steps]);
+
+  const std::uint8_t* next = ring.flags[slot] & kEnd ? ring.finals + ring.final_index[slot] * bytes
+                             : last + 1 == head      ? ring.pending + n * bytes
+                                                     : ring.frames + env.slot(last + 1) * bytes;
+  copy_stack(ring, env, next, last, false, stack, out.next_obs + row * stack * bytes);
+}
+
+}  // namespace
+
+std::size_t replay_add(const Ring& ring, const Transitions& rows, std::size_t row, std::int64_t* ids) {
+  const std::size_t num_envs = ring.num_envs, bytes = ring.frame_bytes;
+  const std::size_t first_row = row;
+  for (; row < rows.num_steps; ++row) {
+    // A row keeps at most two final observations per env: of the episode that it cuts off, and its own.
+    if (*ring.num_free < static_cast<std::int64_t>(2 * num_envs)) break;
+    for (std::size_t n = 0; n < num_envs; ++n) {
+      const std::size_t i = row * num_envs + n;
+      const Stream env = stream(ring, n);
+      const std::uint8_t* obs = rows.obs + i * bytes;
+      const std::uint8_t* before = row == first_row ? ring.pending + n * bytes : rows.next_obs + (i - num_envs) * bytes;
+      // An episode that does not go on from where it was is cut: without this its next observation would be lost.
+      if (ring.running[n] && (!rows.valid[i] || (obs != before && std::memcmp(obs, before, bytes) != 0))) {
+        end_episode(ring, env.slot(ring.counts[n] - 1), 0, before);
+        ring.running[n] = false;
+      }
+      ids[i] = -1;
+      if (!rows.valid[i]) continue;
+
+      const std::int64_t q = ring.counts[n]++;
+      const std::size_t slot = env.slot(q);
+      if (q >= env.length && (ring.flags[slot] & kEnd)) ring.free_finals[(*ring.num_free)++] = ring.final_index[slot];
+      std::memcpy(ring.frames + slot * bytes, obs, bytes);
+      ring.actions[slot] = rows.actions[i];
+      ring.rewards[slot] = rows.rewards[i];
+      ring.flags[slot] = ring.running[n] ? 0 : kStart;
+      ring.final_index[slot] = -1;
+      const bool ended = rows.terminated[i] || rows.truncated[i];
+      if (ended) end_episode(ring, slot, rows.terminated[i] ? kTerminated : 0, rows.next_obs + i * bytes);
+      ring.running[n] = !ended;
+      ids[i] = q * static_cast<std::int64_t>(num_envs) + static_cast<std::int64_t>(n);
+    }
+  }
+  for (std::size_t n = 0; row > first_row && n < num_envs; ++n)
+    if (ring.running[n])
+      std::memcpy(ring.pending + n * bytes, rows.next_obs + ((row - 1) * num_envs + n) * bytes, bytes);
+  return row;
+}
+
+void replay_gather(const Ring& ring, const std::int64_t* ids, std::size_t batch, std::size_t stack,
+                   const double* gammas, std::size_t num_steps, int num_threads, const Samples& out) {
+  // Starting threads costs some microseconds: worth it from about a megabyte.
+  const std::size_t bytes_out = 2 * batch * stack * ring.frame_bytes;
+  const int threads = bytes_out < (1u << 20) ? 1 : num_threads;
+  const auto rows = static_cast<std::int64_t>(batch);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (std::int64_t row = 0; row < rows; ++row)
+    gather_one(ring, ids[row], stack, gammas, num_steps, out, static_cast<std::size_t>(row));
+}
+
+}  // namespace fastrl
