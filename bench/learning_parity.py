@@ -44,7 +44,9 @@ def train(run_dir: Path, flags: list[str], total_timesteps: int) -> None:
     else:
         flags = [*flags, "--total-timesteps", str(total_timesteps), "--run-dir", str(run_dir)]
     print(f"{run_dir.name}: {' '.join(flags)}", flush=True)
-    subprocess.run([sys.executable, "-m", "fastrl.ppo", *flags], check=True)
+    code = subprocess.run([sys.executable, "-m", "fastrl.ppo", *flags], check=False).returncode
+    if code != 0:  # it has said why
+        sys.exit(code)
 
 
 def compare(folder: Path, sides: list[str], seeds: list[int]) -> dict:
@@ -120,6 +122,13 @@ def main() -> None:
     parser.add_argument("--eval-episodes", type=int, default=20)
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments, flags_for_all = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    if len(set(arguments.seeds)) != len(arguments.seeds) or len(arguments.seeds) < 2:
+        parser.error(f"--seeds: got {arguments.seeds}, expected two or more, all different, for an interval")
+    if len(set(arguments.sides)) != len(arguments.sides):
+        parser.error(f"--sides: got {arguments.sides}, expected each at most once")
+    if not arguments.total_timesteps >= arguments.evaluations > 0:
+        got = f"{arguments.evaluations} evaluations in {arguments.total_timesteps} steps"
+        parser.error(f"got {got}, expected at least one evaluation and one step for each")
 
     every = arguments.total_timesteps // arguments.evaluations
     common = ["--env-id", arguments.env_id, "--eval-every", str(every), "--eval-episodes", str(arguments.eval_episodes)]

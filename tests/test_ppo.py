@@ -12,8 +12,8 @@ import torch
 
 from fastrl import checkpoint
 from fastrl.envs import Step, VecEnv, make_envs
-from fastrl.networks import BODIES, Body
-from fastrl.ppo import Collector, PpoConfig, acting, minibatches, normalise, passed, train, training_rows
+from fastrl.networks import BODIES, Body, make_network
+from fastrl.ppo import Collector, Learner, PpoConfig, acting, minibatches, normalise, passed, train, training_rows
 from fastrl.runtime import RunFailed, UsageError
 from fastrl.timing import PhaseTimer
 
@@ -418,6 +418,20 @@ def test_ppo_target_kl_stops_the_update_at_once(tmp_path):
     # The first minibatch has KL 0 by construction, the second one does not.
     rows = metrics(run(tmp_path, target_kl=1e-12, learning_rate=1e-2))
     assert [row["optimizer_steps"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+def test_ppo_max_grad_norm_shortens_the_gradient_and_keeps_its_direction():
+    def gradient_of(max_grad_norm):
+        config, rollout, _ = collected("CartPole-v1", num_envs=2, num_steps=16, hidden_size=16)
+        config = dataclasses.replace(config, update_epochs=1, minibatch_size=32, compile=False, max_grad_norm=max_grad_norm)
+        torch.manual_seed(0)
+        network = make_network("mlp", (4,), 2, hidden_size=16)
+        Learner(network, config).update(rollout, PhaseTimer())
+        return torch.cat([x.grad.ravel() for x in network.parameters()])
+
+    free, short = gradient_of(None), gradient_of(1e-2)
+    assert free.norm() > 1e-1
+    torch.testing.assert_close(short, free * 1e-2 / free.norm(), rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
