@@ -22,7 +22,7 @@ train: .venv/installed
 test: .venv/installed-test
 	@exec $(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-bench: .venv/installed-test
+bench: .venv/installed-bench
 	@exec $(BIN)/python -m pytest bench --benchmark-only $(ARGS)
 
 lint: .venv/installed-test
@@ -54,3 +54,8 @@ SOURCES := pyproject.toml constraints.txt $(wildcard csrc/*)
 	@echo "Installing fastrl, its dependencies and the test tools into .venv (the first time takes a few minutes) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
 	@touch .venv/installed $@
+
+.venv/installed-bench: .venv/bin/python $(SOURCES)
+	@echo "Installing fastrl, its dependencies and the libraries it is measured against into .venv (a few minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,bench]"
+	@touch .venv/installed .venv/installed-test $@

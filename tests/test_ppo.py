@@ -422,8 +422,8 @@ def test_ppo_target_kl_stops_the_update_at_once(tmp_path):
 
 def test_ppo_max_grad_norm_shortens_the_gradient_and_keeps_its_direction():
     def gradient_of(max_grad_norm):
-        config, rollout, _ = collected("CartPole-v1", num_envs=2, num_steps=16, hidden_size=16)
-        config = dataclasses.replace(config, update_epochs=1, minibatch_size=32, compile=False, max_grad_norm=max_grad_norm)
+        config, rollout, _ = collected("CartPole-v1", num_envs=2, num_steps=16, hidden_size=16, compile=False)
+        config = dataclasses.replace(config, update_epochs=1, minibatch_size=32, max_grad_norm=max_grad_norm)
         torch.manual_seed(0)
         network = make_network("mlp", (4,), 2, hidden_size=16)
         Learner(network, config).update(rollout, PhaseTimer())
