@@ -151,7 +151,7 @@ def torchrl_buffer(kind: str, capacity: int, prioritized: bool) -> Buffer:
 
 
 def memcpy_buffer(kind: str, capacity: int, prioritized: bool) -> Buffer:
-    """As many bytes as a batch has, copied from all over the same storage in runs of one stack, by NumPy."""
+    """As many bytes as a batch has, in one copy from a random place of as much storage (NumPy: one thread)."""
     if prioritized:
         pytest.skip("a copy has no priorities")
     stack_bytes = transitions(kind).obs[0].nbytes

@@ -224,9 +224,16 @@ void tree_sample(Input<double, 1> uniforms, Input<std::int64_t, 1> bases, Input<
   const fastrl::Leaves leaves = check_leaves(bases, counts, tree);
   check_shape("ids", ids, {uniforms.shape(0)});
   check_shape("values", values, {uniforms.shape(0)});
-  if (!(sums.data()[sums.shape(0) - 1] > 0)) throw nb::value_error("sums: nothing to draw from, the total is not positive");
+  if (!(sums.data()[sums.shape(0) - 1] > 0))
+    throw nb::value_error("sums: nothing to draw from, the total is not positive");
   nb::gil_scoped_release unlocked;
   fastrl::tree_sample(tree, leaves, uniforms.data(), uniforms.shape(0), ids.data(), values.data());
+}
+
+/// Defines a function none of whose arguments is converted.
+template <class Function, class... Names>
+void def_strict(nb::module_& module, const char* name, Function function, Names... names) {
+  module.def(name, function, nb::arg(names).noconvert()...);
 }
 
 }  // namespace
@@ -241,8 +248,13 @@ NB_MODULE(_native, module) {
              "stats"_a.noconvert(), "grad_out"_a.noconvert(), "num_heads"_a, "num_threads"_a,
              "grad_qkv"_a.noconvert(), "isa"_a = "");
   module.def("attention_isas", &fastrl::attention_isas);
-  module.def("replay_add", &replay_add, "obs"_a.noconvert(), "row_actions"_a.noconvert(), "row_rewards"_a.noconvert(), "terminated"_a.noconvert(), "truncated"_a.noconvert(), "next_obs"_a.noconvert(), "valid"_a.noconvert(), "row"_a, "bases"_a.noconvert(), "counts"_a.noconvert(), "running"_a.noconvert(), "frames"_a.noconvert(), "actions"_a.noconvert(), "rewards"_a.noconvert(), "flags"_a.noconvert(), "final_index"_a.noconvert(), "pending"_a.noconvert(), "finals"_a.noconvert(), "free_finals"_a.noconvert(), "num_free"_a.noconvert(), "ids"_a.noconvert());
-  module.def("replay_gather", &replay_gather, "ids"_a.noconvert(), "gammas"_a.noconvert(), "stack"_a, "num_threads"_a, "bases"_a.noconvert(), "counts"_a.noconvert(), "running"_a.noconvert(), "frames"_a.noconvert(), "actions"_a.noconvert(), "rewards"_a.noconvert(), "flags"_a.noconvert(), "final_index"_a.noconvert(), "pending"_a.noconvert(), "finals"_a.noconvert(), "free_finals"_a.noconvert(), "num_free"_a.noconvert(), "obs"_a.noconvert(), "out_actions"_a.noconvert(), "returns"_a.noconvert(), "discounts"_a.noconvert(), "next_obs"_a.noconvert());
-  module.def("tree_update", &tree_update, "ids"_a.noconvert(), "values"_a.noconvert(), "leaf_bases"_a.noconvert(), "counts"_a.noconvert(), "offsets"_a.noconvert(), "sums"_a.noconvert(), "mins"_a.noconvert());
-  module.def("tree_sample", &tree_sample, "uniforms"_a.noconvert(), "leaf_bases"_a.noconvert(), "counts"_a.noconvert(), "offsets"_a.noconvert(), "sums"_a.noconvert(), "mins"_a.noconvert(), "ids"_a.noconvert(), "values"_a.noconvert());
+  def_strict(module, "replay_add", &replay_add, "obs", "row_actions", "row_rewards", "terminated", "truncated",
+             "next_obs", "valid", "row", "bases", "counts", "running", "frames", "actions", "rewards", "flags",
+             "final_index", "pending", "finals", "free_finals", "num_free", "ids");
+  def_strict(module, "replay_gather", &replay_gather, "ids", "gammas", "stack", "num_threads", "bases", "counts",
+             "running", "frames", "actions", "rewards", "flags", "final_index", "pending", "finals", "free_finals",
+             "num_free", "obs", "out_actions", "returns", "discounts", "next_obs");
+  def_strict(module, "tree_update", &tree_update, "ids", "values", "leaf_bases", "counts", "offsets", "sums", "mins");
+  def_strict(module, "tree_sample", &tree_sample, "uniforms", "leaf_bases", "counts", "offsets", "sums", "mins", "ids",
+             "values");
 }

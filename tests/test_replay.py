@@ -422,6 +422,31 @@ def test_prioritized_batches_are_stratified(kernels):
     assert np.array_equal(np.sort(replay.sample(64).ids), np.arange(64))
 
 
+def drawn_by(uniforms, replay) -> list[int]:
+    """The ids that `uniforms`, one per stratum, select."""
+    ids, values = np.empty(len(uniforms), np.int64), np.empty(len(uniforms))
+    tree = (replay._leaf_bases, replay._ring.counts, *replay._tree)
+    replay._kernels.tree_sample(np.array(uniforms, np.float64), *tree, ids, values)
+    np.testing.assert_array_equal(values, replay._tree.sums[replay._leaf_bases[ids % 2] + ids // 2])
+    return ids.tolist()
+
+
+@all_kernels
+def test_draws_at_the_very_edges_of_leaves_and_strata(kernels):
+    """Priorities 1, 1, 2, 4 own [0, 1), [1, 2), [2, 4) and [4, 8) of the total; leaves never written own nothing."""
+    no = np.zeros((4, 2), bool)
+    frames, only_second = np.arange(10, dtype=np.int32).reshape(5, 2), np.tile([False, True], (4, 1))
+    replay = Replay(20, (), np.int32, num_envs=2, prioritized=True, alpha=1.0, kernels=kernels)
+    ids = replay.add(frames[:4], no.astype(int), no.astype(np.float32), no, no, frames[1:], only_second)[:, 1]
+    replay.update_priorities(ids, np.array([1, 1, 2, 4]))
+    edges = {0.0: 0, 1 / 8: 1, 2 / 8: 2, 4 / 8: 3}
+    for uniform, transition in edges.items():
+        assert drawn_by([uniform], replay) == [ids[transition]]
+    # In the last stratum 3 + the greatest double below 1 rounds to 4: a target of the whole total.
+    below_one = np.nextafter(1.0, 0.0)
+    assert drawn_by([below_one] * 4, replay) == ids[[1, 3, 3, 3]].tolist()
+
+
 # ---- state, memory, arguments
 
 
