@@ -7,6 +7,8 @@ namespace fastrl {
 namespace {
 
 constexpr std::uint8_t kStart = 1, kTerminated = 2, kEnd = 4;
+// Rows of a batch between asking for memory and reading it.
+constexpr std::int64_t kAhead = 8;
 
 // The slots of one env: transition q lies in slot base + q % length.
 struct Stream {
@@ -70,6 +72,16 @@ void gather_one(const Ring& ring, std::int64_t id, std::size_t stack, const doub
   copy_stack(ring, env, next, last, false, stack, out.next_obs + row * stack * bytes);
 }
 
+// Asks for what gather_one reads first of a transition.
+void prefetch(const Ring& ring, std::int64_t id) {
+  const auto num_envs = static_cast<std::int64_t>(ring.num_envs);
+  const std::size_t slot = stream(ring, static_cast<std::size_t>(id % num_envs)).slot(id / num_envs);
+  __builtin_prefetch(ring.frames + slot * ring.frame_bytes);
+  __builtin_prefetch(ring.flags + slot);
+  __builtin_prefetch(ring.actions + slot);
+  __builtin_prefetch(ring.rewards + slot);
+}
+
 }  // namespace
 
 std::size_t replay_add(const Ring& ring, const Transitions& rows, std::size_t row, std::int64_t* ids) {
@@ -118,8 +130,10 @@ void replay_gather(const Ring& ring, const std::int64_t* ids, std::size_t batch,
   const int threads = bytes_out < (1u << 20) ? 1 : num_threads;
   const auto rows = static_cast<std::int64_t>(batch);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-  for (std::int64_t row = 0; row < rows; ++row)
+  for (std::int64_t row = 0; row < rows; ++row) {
+    if (row + kAhead < rows) prefetch(ring, ids[row + kAhead]);
     gather_one(ring, ids[row], stack, gammas, num_steps, out, static_cast<std::size_t>(row));
+  }
 }
 
 }  // namespace fastrl

@@ -36,24 +36,17 @@ std::int64_t id_of(const Leaves& leaves, std::size_t leaf_) {
   return (newest - back) * static_cast<std::int64_t>(leaves.num_envs) + n;
 }
 
-std::size_t find(const Tree& tree, double target) {
-  std::size_t node = 0;
-  for (std::size_t level = tree.num_levels - 1; level-- > 0;) {
-    const double* child = tree.sums + tree.offsets[level] + node * kFanOut;
-    std::size_t chosen = 0, last = 0;
-    for (; chosen < kFanOut; ++chosen) {
-      if (child[chosen] > 0) last = chosen;
-      if (target < child[chosen]) break;
-      target -= child[chosen];
-    }
-    // Rounding can carry the target past the last child: take the last one that holds anything.
-    if (chosen == kFanOut) {
-      chosen = last;
-      target = child[last];
-    }
-    node = node * kFanOut + chosen;
+// The child of eight in which the target falls; the target is then counted from that child's start.
+std::size_t child_at(const double* child, double& target) {
+  std::size_t last = 0;
+  for (std::size_t i = 0; i < kFanOut; ++i) {
+    if (child[i] > 0) last = i;
+    if (target < child[i]) return i;
+    target -= child[i];
   }
-  return node;
+  // Rounding can carry the target past the last child: take the last one that holds anything.
+  target = child[last];
+  return last;
 }
 
 }  // namespace
@@ -88,8 +81,24 @@ void tree_sample(const Tree& tree, const Leaves& leaves, const double* uniforms,
                  double* values) {
   const double total = tree.sums[tree.offsets[tree.num_levels - 1]];
   const double width = total / static_cast<double>(batch);
+  std::int64_t* nodes = ids;
+  double* targets = values;
   for (std::size_t i = 0; i < batch; ++i) {
-    const std::size_t leaf = find(tree, (static_cast<double>(i) + uniforms[i]) * width);
+    nodes[i] = 0;
+    targets[i] = (static_cast<double>(i) + uniforms[i]) * width;
+  }
+  // All draws descend together, each asking for the memory that it reads one level later.
+  for (std::size_t level = tree.num_levels - 1; level-- > 0;) {
+    const double* sums = tree.sums + tree.offsets[level];
+    for (std::size_t i = 0; i < batch; ++i) {
+      const std::size_t first = static_cast<std::size_t>(nodes[i]) * kFanOut;
+      const std::size_t node = first + child_at(sums + first, targets[i]);
+      nodes[i] = static_cast<std::int64_t>(node);
+      if (level) __builtin_prefetch(tree.sums + tree.offsets[level - 1] + node * kFanOut);
+    }
+  }
+  for (std::size_t i = 0; i < batch; ++i) {
+    const auto leaf = static_cast<std::size_t>(nodes[i]);
     ids[i] = id_of(leaves, leaf);
     values[i] = tree.sums[leaf];
   }

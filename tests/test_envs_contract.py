@@ -34,6 +34,16 @@ def test_envs_shapes_and_dtypes(backend):
     envs.close()
 
 
+@every_backend
+@pytest.mark.parametrize("noop_max", [1, 30])
+def test_envs_begin_after_a_random_number_of_noops(backend, noop_max):
+    config = EnvConfig(env_id="Freeway-v5", backend=backend, sticky=0.0, noop_max=noop_max)
+    envs = make_envs(config, 8, seed=0)
+    starts = {obs[-1].tobytes() for obs in envs.reset()}
+    assert len(starts) == 1 if noop_max == 1 else len(starts) > 4
+    envs.close()
+
+
 BAD_ACTIONS = {
     "0-d": np.int64(1),
     "short": np.array([1]),

@@ -470,8 +470,10 @@ def test_ppo_compiled_code_is_never_compiled_again_and_leaves_plain_checkpoints(
         eval_every=64, eval_episodes=1,
     )  # fmt: skip
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled = run(tmp_path, "compiled", compile=True, **changes)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2  # acting and the loss
     eager = run(tmp_path, "eager", **changes)
     torch.testing.assert_close(final(compiled)["model"], final(eager)["model"], rtol=1e-3, atol=1e-5)
     assert final(compiled)["model"].keys() == final(eager)["model"].keys()

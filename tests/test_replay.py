@@ -271,6 +271,18 @@ def test_stacks_and_returns_stop_at_both_kinds_of_end(kernels):
 
 
 @all_kernels
+@pytest.mark.parametrize("kind", ["terminated", "truncated"])
+def test_an_episode_that_begins_as_the_last_one_ended_is_another_one(kernels, kind):
+    replay = Replay(10, (), np.int32, num_envs=1, stack=2, n_step=4, gamma=0.5, kernels=kernels)
+    counting(replay, 0, 4, {1: kind})  # transition 2 starts from the observation that followed transition 1
+    batch = every(replay, 4)
+    np.testing.assert_allclose(batch.returns, [1.5, 1, 1.5, 1])
+    goes_on = kind == "truncated"
+    np.testing.assert_allclose(batch.discounts, [0.25 * goes_on, 0.5 * goes_on, 0.25, 0.5])
+    np.testing.assert_array_equal(batch.obs, [[0, 0], [0, 1], [2, 2], [2, 3]])
+
+
+@all_kernels
 def test_n_step_targets_by_hand(kernels):
     """n=2, gamma 0.9, rewards 1 and 1, Q = 10: 1 + 0.9 + 0.81 * 10 = 10; the one-step tail: 1 + 0.9 * 10 = 10."""
     replay = Replay(10, (), np.int32, num_envs=1, n_step=2, gamma=0.9, kernels=kernels)
