@@ -209,6 +209,7 @@ def filled(name: str, kind: str, capacity: int, prioritized: bool) -> Buffer:
 CASES = [("atari", 100_000), ("atari", 1_000_000), ("cartpole", 100_000), ("cartpole", 1_000_000)]
 in_every_buffer = pytest.mark.parametrize("name", BUFFERS)
 cases = pytest.mark.parametrize(("kind", "capacity"), CASES, ids=lambda value: str(value))
+batch_sizes = pytest.mark.parametrize("batch_size", [32, 256, 512])  # outermost: it varies first, one fill serves all
 
 
 def record(benchmark, count: int, nbytes: int) -> None:
@@ -218,9 +219,9 @@ def record(benchmark, count: int, nbytes: int) -> None:
         benchmark.extra_info["bytes_per_s"] = nbytes / seconds
 
 
+@batch_sizes
 @in_every_buffer
 @cases
-@pytest.mark.parametrize("batch_size", [32, 256, 512])
 def bench_uniform_sample(benchmark, name, kind, capacity, batch_size):
     benchmark.group = f"sample {batch_size} of {capacity:,} {kind} transitions"
     buffer = filled(name, kind, capacity, False)
@@ -228,9 +229,9 @@ def bench_uniform_sample(benchmark, name, kind, capacity, batch_size):
     record(benchmark, batch_size, 2 * batch_size * transitions(kind).obs[0].nbytes)
 
 
+@batch_sizes
 @in_every_buffer
 @cases
-@pytest.mark.parametrize("batch_size", [32, 256, 512])
 def bench_prioritized_sample_and_update(benchmark, name, kind, capacity, batch_size):
     benchmark.group = f"sample {batch_size} of {capacity:,} {kind} transitions by priority, set the priorities anew"
     buffer = filled(name, kind, capacity, True)

@@ -28,20 +28,20 @@ void end_episode(const Ring& ring, std::size_t slot, std::uint8_t flags, const s
   ring.flags[slot] |= flags | kEnd;
 }
 
-// Writes [oldest .. newest] of a stack of frames: `newest`, then the frames of transition q and before it, back to the
-// first of the episode, which is repeated.
-void copy_stack(const Ring& ring, const Stream& env, const std::uint8_t* newest, std::int64_t q, bool at_start,
-                std::size_t stack, std::uint8_t* out) {
-  const std::size_t bytes = ring.frame_bytes;
-  const std::uint8_t* frame = newest;
-  for (std::size_t i = stack; i-- > 0;) {
-    std::memcpy(out + i * bytes, frame, bytes);
-    if (at_start || i == 0) continue;
+// Walks back through the frames of a stack, from its newest; the first frame of the episode repeats itself.
+struct Frames {
+  const std::uint8_t* frame;
+  /// The transition before `frame`.
+  std::int64_t q;
+  bool at_start;
+
+  void step_back(const Ring& ring, const Stream& env) {
+    if (at_start) return;
     const std::size_t slot = env.slot(q--);
-    frame = ring.frames + slot * bytes;
+    frame = ring.frames + slot * ring.frame_bytes;
     at_start = ring.flags[slot] & kStart;
   }
-}
+};
 
 void gather_one(const Ring& ring, std::int64_t id, std::size_t stack, const double* gammas, std::size_t num_steps,
                 const Samples& out, std::size_t row) {
@@ -51,8 +51,6 @@ void gather_one(const Ring& ring, std::int64_t id, std::size_t stack, const doub
   const Stream env = stream(ring, n);
   const std::size_t bytes = ring.frame_bytes, first_slot = env.slot(first);
 
-  copy_stack(ring, env, ring.frames + first_slot * bytes, first - 1, ring.flags[first_slot] & kStart, stack,
-             out.obs + row * stack * bytes);
   out.actions[row] = ring.actions[first_slot];
 
   double sum = 0;
@@ -69,7 +67,21 @@ void gather_one(const Ring& ring, std::int64_t id, std::size_t stack, const doub
   const std::uint8_t* next = ring.flags[slot] & kEnd ? ring.finals + ring.final_index[slot] * bytes
                              : last + 1 == head      ? ring.pending + n * bytes
                                                      : ring.frames + env.slot(last + 1) * bytes;
-  copy_stack(ring, env, next, last, false, stack, out.next_obs + row * stack * bytes);
+
+  // The two stacks share frames, `steps` places apart. Copied in step, each is read from memory once.
+  Frames next_frames{next, last, false};
+  Frames obs_frames{ring.frames + first_slot * bytes, first - 1, (ring.flags[first_slot] & kStart) != 0};
+  const std::size_t lag = std::min(steps, stack);
+  for (std::size_t i = stack + lag; i-- > 0;) {
+    if (i >= lag) {
+      std::memcpy(out.next_obs + (row * stack + i - lag) * bytes, next_frames.frame, bytes);
+      if (i > lag) next_frames.step_back(ring, env);
+    }
+    if (i < stack) {
+      std::memcpy(out.obs + (row * stack + i) * bytes, obs_frames.frame, bytes);
+      if (i > 0) obs_frames.step_back(ring, env);
+    }
+  }
 }
 
 // Asks for what gather_one reads first of a transition.
