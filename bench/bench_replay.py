@@ -140,7 +140,10 @@ def torchrl_buffer(kind: str, capacity: int, prioritized: bool) -> Buffer:
     chunk = TensorDict(columns, [CHUNK])
     storage = data.LazyTensorStorage(capacity)
     if prioritized:
-        replay = data.TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage)
+        try:
+            replay = data.TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage)
+        except RuntimeError as error:  # its own C++ extension does not load with every version of PyTorch
+            pytest.skip(f"torchrl's priorities: {error}")
     else:
         replay = data.TensorDictReplayBuffer(storage=storage)
 
