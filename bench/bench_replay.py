@@ -1,8 +1,9 @@
 """Adding to and sampling from a replay buffer, against the buffers of other libraries and a plain copy of the bytes.
 
 Atari: 84x84 uint8 frames, stacks of 4, one env. CartPole: 4 floats, stack 1. Every buffer is filled with the same
-transitions first. `fastrl, out` samples into the same arrays again and again, as a learner does; the other rows return
-fresh arrays. A peer that is not installed is skipped (`pip install ".[bench]"`).
+transitions first, and the buffers of one size are measured right after each other. `fastrl, out` samples into the same
+arrays again and again, as a learner does; the other rows return fresh arrays. A peer that is not installed is skipped
+(`pip install ".[bench]"`).
 """
 
 from __future__ import annotations
@@ -60,21 +61,28 @@ def transitions(kind: str) -> Transitions:
     return Transitions(frames, obs, next_obs, rng.integers(0, 6, CHUNK), np.ones(CHUNK, np.float32), ends)
 
 
-def fastrl_buffer(kind: str, capacity: int, prioritized: bool, reuse: bool) -> Buffer:
+def fastrl_buffer(kind: str, capacity: int, prioritized: bool) -> Buffer:
     rows = transitions(kind)
     obs_shape, dtype, stack = (FRAME, np.uint8, STACK) if kind == "atari" else ((4,), np.float32, 1)
     replay = Replay(capacity, obs_shape, dtype, num_envs=1, stack=stack, prioritized=prioritized)
     frames = rows.frames[STACK - 1 :, None]
     column = (rows.actions[:, None], rows.rewards[:, None], rows.terminated[:, None], np.zeros((CHUNK, 1), bool))
-    empty = lru_cache(replay.empty_batch)
-
-    def sample(batch_size):
-        return replay.sample(batch_size, out=empty(batch_size) if reuse else None)
-
     def update(batch, priorities):
         replay.update_priorities(batch.ids, priorities)
 
-    return Buffer(lambda: replay.add(frames[:-1], *column, frames[1:]), sample, update)
+    return Buffer(lambda: replay.add(frames[:-1], *column, frames[1:]), replay.sample, update)
+
+
+def reusing(buffer: Buffer) -> Buffer:
+    """The same fastrl buffer, which samples into arrays of its own."""
+    outs: dict[int, object] = {}
+
+    def sample(batch_size):
+        if batch_size not in outs:
+            outs[batch_size] = buffer.sample(batch_size)
+        return buffer.sample(batch_size, out=outs[batch_size])
+
+    return buffer._replace(sample=sample)
 
 
 def sb3_buffer(kind: str, capacity: int, prioritized: bool) -> Buffer:
@@ -159,7 +167,7 @@ def memcpy_buffer(kind: str, capacity: int, prioritized: bool) -> Buffer:
         pytest.skip("a copy has no priorities")
     stack_bytes = transitions(kind).obs[0].nbytes
     frames = transitions(kind).frames[0].nbytes
-    needs_memory(capacity * frames)
+    capacity = min(capacity, 100_000)  # much larger than any cache
     storage = np.zeros(capacity * frames + stack_bytes, np.uint8)
     storage[:] = 1
     outs: dict[int, np.ndarray] = {}
@@ -178,8 +186,7 @@ def memcpy_buffer(kind: str, capacity: int, prioritized: bool) -> Buffer:
 
 
 BUFFERS = {
-    "fastrl, out": lambda *arguments: fastrl_buffer(*arguments, True),
-    "fastrl": lambda *arguments: fastrl_buffer(*arguments, False),
+    "fastrl": fastrl_buffer,
     "stable-baselines3": sb3_buffer,
     "cpprb": cpprb_buffer,
     "torchrl": torchrl_buffer,
@@ -195,24 +202,26 @@ def needs_memory(nbytes: int) -> None:
 _filled: dict[tuple, Buffer] = {}
 
 
-def filled(name: str, kind: str, capacity: int, prioritized: bool) -> Buffer:
-    """The buffer, full; only one is kept, as the large ones do not fit into memory together."""
-    key = (name, kind, capacity, prioritized)
-    if key not in _filled:
+def filled(name: str, *case: str | int | bool) -> Buffer:
+    """The buffer, full; those of another case (kind, capacity, prioritized) are let go, for want of memory."""
+    if any(key[1:] != case for key in _filled):
         _filled.clear()
         gc.collect()
-        buffer = BUFFERS[name](kind, capacity, prioritized)
+    if name == "fastrl, out":
+        return reusing(filled("fastrl", *case))
+    if (name, *case) not in _filled:
+        buffer = BUFFERS[name](*case)
         if name != "memcpy":
-            for _ in range(-(-capacity // CHUNK)):
+            for _ in range(-(-case[1] // CHUNK)):
                 buffer.add()
-        _filled[key] = buffer
-    return _filled[key]
+        _filled[name, *case] = buffer
+    return _filled[name, *case]
 
 
 CASES = [("atari", 100_000), ("atari", 1_000_000), ("cartpole", 100_000), ("cartpole", 1_000_000)]
-in_every_buffer = pytest.mark.parametrize("name", BUFFERS)
+in_every_buffer = pytest.mark.parametrize("name", ["fastrl, out", *BUFFERS])  # outermost: it varies first
 cases = pytest.mark.parametrize(("kind", "capacity"), CASES, ids=lambda value: str(value))
-batch_sizes = pytest.mark.parametrize("batch_size", [32, 256, 512])  # outermost: it varies first, one fill serves all
+batch_sizes = pytest.mark.parametrize("batch_size", [32, 256, 512])
 
 
 def record(benchmark, count: int, nbytes: int) -> None:
@@ -222,8 +231,8 @@ def record(benchmark, count: int, nbytes: int) -> None:
         benchmark.extra_info["bytes_per_s"] = nbytes / seconds
 
 
-@batch_sizes
 @in_every_buffer
+@batch_sizes
 @cases
 def bench_uniform_sample(benchmark, name, kind, capacity, batch_size):
     benchmark.group = f"sample {batch_size} of {capacity:,} {kind} transitions"
@@ -232,8 +241,8 @@ def bench_uniform_sample(benchmark, name, kind, capacity, batch_size):
     record(benchmark, batch_size, 2 * batch_size * transitions(kind).obs[0].nbytes)
 
 
-@batch_sizes
 @in_every_buffer
+@batch_sizes
 @cases
 def bench_prioritized_sample_and_update(benchmark, name, kind, capacity, batch_size):
     benchmark.group = f"sample {batch_size} of {capacity:,} {kind} transitions by priority, set the priorities anew"
