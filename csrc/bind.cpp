@@ -150,6 +150,18 @@ std::size_t replay_add(Bytes3 obs, Input<std::int64_t, 2> row_actions, Input<flo
   return fastrl::replay_add(ring, rows, row, ids.data());
 }
 
+void replay_draw(Input<std::int64_t, 1> ends, Input<std::int64_t, 1> counts, Input<double, 1> uniforms,
+                 Output<std::int64_t, 1> ids) {
+  const std::size_t num_envs = counts.shape(0);
+  check_shape("ends", ends, {num_envs});
+  check_shape("ids", ids, {uniforms.shape(0)});
+  if (!num_envs || ends.data()[num_envs - 1] < 1) throw nb::value_error("ends: nothing to draw from");
+  for (std::size_t i = 0; i < uniforms.shape(0); ++i)
+    if (!(uniforms.data()[i] >= 0 && uniforms.data()[i] < 1)) throw nb::value_error("uniforms must lie in [0, 1)");
+  nb::gil_scoped_release unlocked;
+  fastrl::replay_draw(ends.data(), counts.data(), num_envs, uniforms.data(), uniforms.shape(0), ids.data());
+}
+
 void replay_gather(Input<std::int64_t, 1> ids, Input<double, 1> gammas, std::size_t stack, int num_threads,
                    Input<std::int64_t, 1> bases, Output<std::int64_t, 1> counts, Output<bool, 1> running,
                    Output<std::uint8_t, 2> frames, Output<std::int64_t, 1> actions, Output<float, 1> rewards,
@@ -251,6 +263,7 @@ NB_MODULE(_native, module) {
   def_strict(module, "replay_add", &replay_add, "obs", "row_actions", "row_rewards", "terminated", "truncated",
              "next_obs", "valid", "row", "bases", "counts", "running", "frames", "actions", "rewards", "flags",
              "final_index", "pending", "finals", "free_finals", "num_free", "ids");
+  def_strict(module, "replay_draw", &replay_draw, "ends", "counts", "uniforms", "ids");
   def_strict(module, "replay_gather", &replay_gather, "ids", "gammas", "stack", "num_threads", "bases", "counts",
              "running", "frames", "actions", "rewards", "flags", "final_index", "pending", "finals", "free_finals",
              "num_free", "obs", "out_actions", "returns", "discounts", "next_obs");

@@ -95,6 +95,11 @@ struct Samples {
 /// truncated. O(num_steps * num_envs * frame_bytes); one thread at a time per ring.
 std::size_t replay_add(const Ring& ring, const Transitions& rows, std::size_t row, std::int64_t* ids);
 
+/// Draws `batch` live transitions, each as likely as the others: uniforms [batch] in [0, 1) say which. ends is
+/// [num_envs], the cumulative sum of the live transitions of the envs, and not 0 at the end. O(batch * log(num_envs)).
+void replay_draw(const std::int64_t* ends, const std::int64_t* counts, std::size_t num_envs, const double* uniforms,
+                 std::size_t batch, std::int64_t* ids);
+
 /// Rebuilds the transitions `ids` [batch], each the first of at most num_steps steps:
 ///
 ///     returns = sum_{i<k} gammas[i] * reward[q + i],  discounts = terminated ? 0 : gammas[k]

@@ -14,6 +14,13 @@ constexpr std::int64_t kAhead = 8;
 struct Stream {
   std::int64_t base, length;
   std::size_t slot(std::int64_t q) const { return static_cast<std::size_t>(base + q % length); }
+  // The neighbours on the ring; a division for each would cost as much as a small frame.
+  std::size_t before(std::size_t slot) const {
+    return slot == static_cast<std::size_t>(base) ? static_cast<std::size_t>(base + length - 1) : slot - 1;
+  }
+  std::size_t after(std::size_t slot) const {
+    return slot + 1 == static_cast<std::size_t>(base + length) ? static_cast<std::size_t>(base) : slot + 1;
+  }
 };
 
 Stream stream(const Ring& ring, std::size_t env) {
@@ -31,13 +38,13 @@ void end_episode(const Ring& ring, std::size_t slot, std::uint8_t flags, const s
 // Walks back through the frames of a stack, from its newest; the first frame of the episode repeats itself.
 struct Frames {
   const std::uint8_t* frame;
-  /// The transition before `frame`.
-  std::int64_t q;
+  // The one of `frame`, were it in the ring.
+  std::size_t slot;
   bool at_start;
 
   void step_back(const Ring& ring, const Stream& env) {
     if (at_start) return;
-    const std::size_t slot = env.slot(q--);
+    slot = env.before(slot);
     frame = ring.frames + slot * ring.frame_bytes;
     at_start = ring.flags[slot] & kStart;
   }
@@ -56,8 +63,7 @@ void gather_one(const Ring& ring, std::int64_t id, std::size_t stack, const doub
   double sum = 0;
   std::size_t steps = 0, slot = first_slot;
   std::int64_t last = first;
-  for (;; ++last) {
-    slot = env.slot(last);
+  for (;; ++last, slot = env.after(slot)) {
     sum += gammas[steps++] * static_cast<double>(ring.rewards[slot]);
     if (steps == num_steps || (ring.flags[slot] & kEnd) || last + 1 == head) break;
   }
@@ -66,11 +72,11 @@ void gather_one(const Ring& ring, std::int64_t id, std::size_t stack, const doub
 
   const std::uint8_t* next = ring.flags[slot] & kEnd ? ring.finals + ring.final_index[slot] * bytes
                              : last + 1 == head      ? ring.pending + n * bytes
-                                                     : ring.frames + env.slot(last + 1) * bytes;
+                                                     : ring.frames + env.after(slot) * bytes;
 
   // The two stacks share frames, `steps` places apart. Copied in step, each is read from memory once.
-  Frames next_frames{next, last, false};
-  Frames obs_frames{ring.frames + first_slot * bytes, first - 1, (ring.flags[first_slot] & kStart) != 0};
+  Frames next_frames{next, env.after(slot), false};
+  Frames obs_frames{ring.frames + first_slot * bytes, first_slot, (ring.flags[first_slot] & kStart) != 0};
   const std::size_t lag = std::min(steps, stack);
   for (std::size_t i = stack + lag; i-- > 0;) {
     if (i >= lag) {
@@ -133,6 +139,16 @@ std::size_t replay_add(const Ring& ring, const Transitions& rows, std::size_t ro
     if (ring.running[n])
       std::memcpy(ring.pending + n * bytes, rows.next_obs + ((row - 1) * num_envs + n) * bytes, bytes);
   return row;
+}
+
+void replay_draw(const std::int64_t* ends, const std::int64_t* counts, std::size_t num_envs, const double* uniforms,
+                 std::size_t batch, std::int64_t* ids) {
+  const auto live = static_cast<double>(ends[num_envs - 1]);
+  for (std::size_t i = 0; i < batch; ++i) {
+    const auto draw = static_cast<std::int64_t>(uniforms[i] * live);
+    const std::int64_t n = std::upper_bound(ends, ends + num_envs, draw) - ends;
+    ids[i] = (counts[n] - ends[n] + draw) * static_cast<std::int64_t>(num_envs) + n;
+  }
 }
 
 void replay_gather(const Ring& ring, const std::int64_t* ids, std::size_t batch, std::size_t stack,

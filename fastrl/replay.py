@@ -132,10 +132,11 @@ class Replay:
         self._ring = _empty_ring(lengths + self.stack - 1, frame_bytes)
         self._tree = _empty_tree(self.capacity, self.weight_maximum) if self.prioritized else None
         self._max_priority = 1.0
+        self._count_live()
 
     def __len__(self) -> int:
         """Transitions that can be sampled now."""
-        return int(np.minimum(self._ring.counts, self._lengths).sum())
+        return int(self._live_ends[-1])
 
     @property
     def nbytes(self) -> int:
@@ -190,6 +191,7 @@ class Replay:
             if row == rows[0]:
                 break
             self._grow_finals()
+        self._count_live()
         if self._tree is not None:
             new = ids[valid]
             self._set_priorities(new, np.full(len(new), self._max_priority))
@@ -210,11 +212,11 @@ class Replay:
             raise ValueError(f"batch_size must be a whole number of at least 1; got {batch_size!r}")
         if not beta >= 0 or beta == np.inf:
             raise ValueError(f"beta must be at least 0 and finite; got {beta}")
-        if not (size := len(self)):
+        if not len(self):
             raise ValueError("the replay buffer is empty; add transitions before sampling")
         out = self.empty_batch(batch_size) if out is None else self._check_out(out, batch_size)
         if self._tree is None:
-            self._draw_uniform(size, out)
+            self._draw_uniform(out)
         else:
             self._draw_prioritized(beta, out)
         obs, next_obs = (_as_bytes(array, 1, self.stack) for array in (out.obs, out.next_obs))
@@ -314,6 +316,7 @@ class Replay:
         self._ring = self._ring._replace(
             finals=ring["finals"].copy(), free_finals=ring["free_finals"].copy(), num_free=num_free
         )
+        self._count_live()
         if self._tree is not None:
             self._tree = _empty_tree(self.capacity, self.weight_maximum)
             self._fill_tree(tree)
@@ -322,16 +325,9 @@ class Replay:
 
     # ---- drawing
 
-    def _draw_uniform(self, size: int, out: Batch) -> None:
-        draws = self._rng.integers(size, size=len(out.ids))
-        counts = self._ring.counts
-        if self.num_envs == 1:
-            np.add(draws, counts[0] - size, out=out.ids)
-        else:
-            live = np.minimum(counts, self._lengths)
-            ends = np.cumsum(live)
-            envs = np.searchsorted(ends, draws, side="right")
-            out.ids[:] = (counts[envs] - ends[envs] + draws) * self.num_envs + envs
+    def _draw_uniform(self, out: Batch) -> None:
+        uniforms = self._rng.random(len(out.ids))
+        self._kernels.replay_draw(self._live_ends, self._ring.counts, uniforms, out.ids)
         out.weights.fill(1)
 
     def _draw_prioritized(self, beta: float, out: Batch) -> None:
@@ -364,6 +360,10 @@ class Replay:
         slots = self.capacity + self.num_envs * (self.stack - 1)
         tree = (2 if self.weight_maximum == "buffer" else 1) * 8 * self.capacity * 8 // 7 if self.prioritized else 0
         return slots * (frame_bytes + 17) + (1 + _FIRST_FINALS_PER_ENV) * self.num_envs * frame_bytes + tree
+
+    def _count_live(self) -> None:
+        """Where the live transitions of each env end, were all of them in one row."""
+        self._live_ends = np.cumsum(np.minimum(self._ring.counts, self._lengths))
 
     def _used(self) -> np.ndarray:
         return np.minimum(self._ring.counts, np.diff(self._ring.bases))

@@ -100,6 +100,15 @@ def replay_add(
 
 
 @compiled
+def replay_draw(ends, counts, uniforms, ids):
+    """Draw live transitions, each as likely as the others; csrc/kernels.h says what the arrays are."""
+    for row in range(len(uniforms)):
+        draw = np.int64(uniforms[row] * ends[-1])
+        env = np.searchsorted(ends, draw, side="right")
+        ids[row] = (counts[env] - ends[env] + draw) * len(counts) + env
+
+
+@compiled
 def _copy_stack(frames, flags, base, length, newest, q, at_start, out):
     """Write `newest` and the frames of transition q and before, oldest first, the first of the episode repeated."""
     out[-1] = newest

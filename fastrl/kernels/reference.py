@@ -73,6 +73,13 @@ def replay_add(
     return num_steps
 
 
+def replay_draw(ends, counts, uniforms, ids) -> None:
+    """Draw live transitions, each as likely as the others; csrc/kernels.h says what the arrays are."""
+    draws = (uniforms * ends[-1]).astype(np.int64)
+    envs = np.searchsorted(ends, draws, side="right")
+    ids[:] = (counts[envs] - ends[envs] + draws) * len(counts) + envs
+
+
 def replay_gather(
     ids, gammas, stack, num_threads,
     bases, counts, running, frames, actions, rewards, flags, final_index, pending, finals, free_finals, num_free,
