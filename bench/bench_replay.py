@@ -273,3 +273,22 @@ def bench_sample_as_capacity_grows(benchmark, capacity, prioritized):
     buffer = filled("fastrl, out", "atari", capacity, prioritized)
     benchmark.pedantic(buffer.sample, (256,), rounds=100, warmup_rounds=10)
     record(benchmark, 256, 2 * 256 * transitions("atari").obs[0].nbytes)
+
+
+@pytest.mark.parametrize("kernels", ["native", "numba"])
+@pytest.mark.parametrize("batch_size", [32, 256, 512])
+def bench_tree_of_a_million(benchmark, batch_size, kernels):
+    """Drawing by priority and setting the priorities of what was drawn, without the transitions themselves."""
+    benchmark.group = f"draw {batch_size} of 1,000,000 by priority, set the priorities anew"
+    replay = Replay(1_000_000, (), np.uint8, num_envs=1, prioritized=True, kernels=kernels)
+    no, frames = np.zeros((1_000_000, 1), bool), np.zeros((1_000_001, 1), np.uint8)
+    replay.add(frames[:-1], no.astype(int), no.astype(np.float32), no, no, frames[1:])
+    priorities = np.random.default_rng(0).uniform(0.1, 2, 1_000_000).astype(np.float32)
+    replay.update_priorities(np.arange(1_000_000), priorities)
+    batch = replay.empty_batch(batch_size)
+
+    def call():
+        replay._draw_prioritized(0.4, batch)
+        replay.update_priorities(batch.ids, priorities[:batch_size])
+
+    benchmark.pedantic(call, rounds=1000, warmup_rounds=10)

@@ -214,7 +214,8 @@ fastrl::Tree check_tree(const Input<std::int64_t, 1>& offsets, const Output<doub
 fastrl::Leaves check_leaves(const Input<std::int64_t, 1>& bases, const Input<std::int64_t, 1>& counts,
                             const fastrl::Tree& tree) {
   check_bases("leaf_bases", bases, counts.shape(0));
-  if (bases.data()[counts.shape(0)] > tree.offsets[1]) throw nb::value_error("leaf_bases: more leaves than the tree has");
+  if (bases.data()[counts.shape(0)] > tree.offsets[1])
+    throw nb::value_error("leaf_bases: more leaves than the tree has");
   return {counts.shape(0), bases.data(), counts.data()};
 }
 
