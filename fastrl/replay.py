@@ -7,6 +7,7 @@ apart.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ class Replay:
             raise ValueError(f"alpha must lie in [0, 1]; got {alpha}")
         if weight_maximum not in WEIGHT_MAXIMA:
             raise ValueError(f"weight_maximum must be one of {', '.join(WEIGHT_MAXIMA)}; got {weight_maximum!r}")
-        self.obs_shape, self.obs_dtype = tuple(map(int, obs_shape)), np.dtype(obs_dtype)
+        self.obs_shape, self.obs_dtype = tuple(map(operator.index, obs_shape)), np.dtype(obs_dtype)
         if min(self.obs_shape, default=1) < 1 or self.obs_dtype.hasobject or not self.obs_dtype.itemsize:
             raise ValueError(
                 f"obs_shape must have positive lengths and obs_dtype a fixed size; "
@@ -307,6 +308,8 @@ class Replay:
         the state is damaged; the buffer is then unchanged.
         """
         ring, tree = self._checked(state)
+        max_priority, rng = float(state["max_priority"]), np.random.default_rng()
+        rng.bit_generator.state = state["rng"]
         for slot_array, parts in ((getattr(self._ring, name), ring[name]) for name in _PER_SLOT):
             for base, part in zip(self._ring.bases[:-1], parts, strict=True):
                 slot_array[base : base + len(part)] = part
@@ -320,8 +323,7 @@ class Replay:
         if self._tree is not None:
             self._tree = _empty_tree(self.capacity, self.weight_maximum)
             self._fill_tree(tree)
-        self._max_priority = float(state["max_priority"])
-        self._rng.bit_generator.state = state["rng"]
+        self._max_priority, self._rng = max_priority, rng
 
     # ---- drawing
 

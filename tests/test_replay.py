@@ -514,16 +514,21 @@ def test_an_unfilled_buffer_saves_only_what_it_holds():
         (lambda state: state["counts"].fill_(-1), "counts"),
         (lambda state: state["priorities"].fill_(torch.nan), "finite"),
         (lambda state: state.update(frames=state["frames"][:0]), "frames"),
+        (lambda state: state.update(rng={}), "RNG"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(damage, message):
-    replay = Replay(20, (), np.int32, num_envs=1, stack=2, prioritized=True)
-    counting(replay, 0, 10, {4: "truncated"})
-    state = replay.state_dict()
+    replay, other, untouched = (
+        Replay(20, (), np.int32, num_envs=1, stack=2, prioritized=True, seed=seed) for seed in (0, 1, 0)
+    )
+    for buffer, first in ((replay, 0), (other, 50), (untouched, 0)):
+        counting(buffer, first, 10, {first + 4: "truncated"})
+    state = other.state_dict()
     damage(state)
     with pytest.raises(ValueError, match=message):
         replay.load_state_dict(state)
-    assert len(every(replay, 10).ids) == 10
+    for got, expected in zip(replay.sample(50), untouched.sample(50), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_frames_are_stored_once():
