@@ -67,6 +67,7 @@ def fastrl_buffer(kind: str, capacity: int, prioritized: bool) -> Buffer:
     replay = Replay(capacity, obs_shape, dtype, num_envs=1, stack=stack, prioritized=prioritized)
     frames = rows.frames[STACK - 1 :, None]
     column = (rows.actions[:, None], rows.rewards[:, None], rows.terminated[:, None], np.zeros((CHUNK, 1), bool))
+
     def update(batch, priorities):
         replay.update_priorities(batch.ids, priorities)
 

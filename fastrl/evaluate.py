@@ -48,7 +48,7 @@ class EvaluateConfig:
     """Take the likeliest action instead of sampling one."""
     max_steps: int | None = None
     """Steps per environment after which unfinished games are given up (enough for every game at its full length)."""
-    backend: Literal["envpool", "ale", "gymnasium"] | None = None
+    backend: Literal["envpool", "ale", "numpy", "gymnasium"] | None = None
     """What steps the environments (the one used in training; gymnasium with --video)."""
     device: str = "auto"
     """cpu, cuda, cuda:INDEX, or auto."""

@@ -110,7 +110,10 @@ def test_env_config_every_game_is_known_to_every_backend():
         (dict(threads=0), "threads .* at least 1"),
         (dict(max_episode_frames=0), "max_episode_frames"),
         (dict(loop_cap_steps=0), "loop_cap_steps"),
-        (dict(backend="envpol"), r"backend is 'envpol' \(str\), expected one of 'envpool', 'ale', 'gymnasium'"),
+        (
+            dict(backend="envpol"),
+            r"backend is 'envpol' \(str\), expected one of 'envpool', 'ale', 'numpy', 'gymnasium'",
+        ),
         (dict(env_setting="v4"), "env_setting is 'v4' .* expected one of 'v5', 'baselines'"),
         (dict(autoreset="same_step", time_limit="silent"), "needs --backend gymnasium"),
         (dict(time_limit="silent", backend="ale"), "needs --backend gymnasium"),

@@ -1,4 +1,4 @@
-"""Environments: one contract, three backends."""
+"""Environments: one contract, four backends."""
 
 from fastrl.envs.contract import EnvConfig, VecEnv, make_envs
 from fastrl.envs.episode_stats import EpisodeStats

@@ -38,6 +38,9 @@ ATARI_ONLY = tuple(name for name in NEUTRAL if name not in ("stack", "clip_rewar
 
 # EnvPool holds many more; these are the ones that the tests compare with Gymnasium's.
 ENVPOOL_CLASSIC = ("Acrobot-v1", "CartPole-v1", "MountainCar-v0")
+SLOW_CARTPOLE = "SlowCartPole-v0"
+NUMPY_ENVS = ("CartPole-v0", "CartPole-v1", SLOW_CARTPOLE)
+ONE_THREAD = ("gymnasium", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,9 @@ class EnvConfig:
     env_id: str = "ALE/Pong-v5"
     """Environment: ALE/Pong-v5 or Pong-v5 (any Atari game), CartPole-v1, or any Gymnasium env with discrete actions
     (module:Name-v0 imports the module that registers it)."""
-    backend: Literal["envpool", "ale", "gymnasium"] = "envpool"
-    """What steps it: envpool (batched C++), ale (ale-py's batched C++, Atari only), gymnasium (the plain reference)."""
+    backend: Literal["envpool", "ale", "numpy", "gymnasium"] = "envpool"
+    """What steps it: envpool (batched C++), ale (ale-py's batched C++, Atari only), numpy (CartPole only, all envs in
+    one array), gymnasium (the plain reference)."""
     env_setting: Literal["v5", "baselines"] = "v5"
     """Atari defaults: v5 (sticky 0.25, whole games, raw reward) or baselines (no-ops, FIRE, lives, clipped reward)."""
     frame_skip: int | None = None
@@ -120,9 +124,13 @@ class EnvConfig:
         Raises: ValueError if the env is unknown, or a flag does not apply to this env or backend.
         """
         check_env_id(self.env_id)
-        if self.backend == "gymnasium" and self.threads not in (None, 1):
-            raise ValueError(f"backend 'gymnasium' steps in one thread, got threads {self.threads}: leave it out")
-        filled: dict[str, Any] = dict(threads=1 if self.backend == "gymnasium" else available_cores())
+        if self.backend in ONE_THREAD and self.threads not in (None, 1):
+            raise ValueError(f"backend {self.backend!r} steps in one thread, got threads {self.threads}: leave it out")
+        filled: dict[str, Any] = dict(threads=1 if self.backend in ONE_THREAD else available_cores())
+        if self.backend == "numpy" and self.env_id not in NUMPY_ENVS:
+            raise ValueError(
+                f"backend 'numpy' steps {', '.join(NUMPY_ENVS)}, got env_id {self.env_id!r}: use another --backend"
+            )
         if self.atari_game:
             filled |= ATARI_COMMON | ATARI_SETTINGS[self.env_setting]
             frame_skip = self.frame_skip or filled["frame_skip"]
@@ -199,6 +207,10 @@ def make_envs(config: EnvConfig, num_envs: int, seed: int | Sequence[int]) -> Ve
         from fastrl.envs.ale_env import AleEnv
 
         return AleEnv(config, seeds)
+    if config.backend == "numpy":
+        from fastrl.envs.cartpole_env import CartPoleEnv
+
+        return CartPoleEnv(config, seeds)
     from fastrl.envs.gymnasium_env import GymnasiumEnv
 
     return GymnasiumEnv(config, seeds)
@@ -282,6 +294,8 @@ def _registry() -> dict[str, Any]:
     import gymnasium
 
     gymnasium.register_envs(ale_py)  # does nothing; it keeps the import, which registers ALE/*, from looking unused
+    if SLOW_CARTPOLE not in gymnasium.registry:
+        gymnasium.register(SLOW_CARTPOLE, "fastrl.envs.slow_cartpole:SlowCartPole", max_episode_steps=200)
     return gymnasium.registry
 
 
@@ -291,12 +305,12 @@ def _check_not_atari(config: EnvConfig) -> None:
     if config.backend == "envpool" and config.env_id not in ENVPOOL_CLASSIC:
         raise ValueError(
             f"backend 'envpool' steps Atari games and {', '.join(ENVPOOL_CLASSIC)}, got env_id {config.env_id!r}: "
-            "use --backend gymnasium"
+            f"use --backend {'numpy' if config.env_id in NUMPY_ENVS else 'gymnasium'}"
         )
     atari_only = {name: getattr(config, name) for name in ATARI_ONLY if getattr(config, name) is not None}
     if config.env_setting != "v5":
         atari_only["env_setting"] = config.env_setting
-    if config.backend == "envpool" and config.stack not in (None, 1):
+    if config.backend in ("envpool", "numpy") and config.stack not in (None, 1):
         atari_only["stack"] = config.stack
     for name, value in atari_only.items():
         if value != NEUTRAL.get(name):
