@@ -66,3 +66,49 @@ def ppo_loss(
         approx_kl = mean(ratio - 1 - log_ratio)
         clip_fraction = mean(((ratio - 1).abs() > clip_coef).to(ratio.dtype))
     return PpoLoss(total, policy_loss, value_loss, entropy, approx_kl, clip_fraction)
+
+
+class DqnLoss(NamedTuple):
+    """`total`, a scalar tensor, is what is minimised."""
+
+    total: Tensor
+    td_errors: Tensor
+    """[B], detached: target minus Q(s, a). What prioritized replay takes."""
+    q_mean: Tensor
+    """Scalar, detached: the mean of Q(s, a)."""
+
+
+def dqn_targets(
+    returns: Tensor, discounts: Tensor, next_q_target: Tensor, next_q_online: Tensor | None = None
+) -> Tensor:
+    """What Q(s, a) is drawn towards.
+
+        y = returns + discounts * max_a Q_target(s', a)
+        y = returns + discounts * Q_target(s', argmax_a Q_online(s', a))   with next_q_online (double Q-learning)
+
+    Args:
+      returns, discounts: [B] float: sums of n rewards, and gamma^n or 0 after termination (`fastrl.types.Batch`).
+      next_q_target, next_q_online: [B, A] float: of the target network and the learning one.
+    Returns: [B], without gradient.
+    Source: Mnih et al. 2015, doi:10.1038/nature14236; van Hasselt et al. 2016, arXiv:1509.06461, eq. 4.
+    """
+    if next_q_online is None:
+        next_values = next_q_target.max(dim=1).values
+    else:
+        next_values = next_q_target.gather(1, next_q_online.argmax(dim=1, keepdim=True))[:, 0]
+    return (returns + discounts * next_values).detach()
+
+
+def dqn_loss(q_values: Tensor, actions: Tensor, targets: Tensor, weights: Tensor) -> DqnLoss:
+    """Huber loss of the temporal-difference errors, weighted, averaged over the batch.
+
+        total = mean(w * huber(y - Q(s, a))),  huber(e) = e^2 / 2 for |e| <= 1, |e| - 1/2 beyond
+
+    Args:
+      q_values: [B, A] float, of the network that learns. actions: [B] int64. targets: [B] float, from `dqn_targets`.
+      weights: [B] float: importance-sampling weights, 1 in uniform sampling.
+    Source: Mnih et al. 2015, doi:10.1038/nature14236 (clipped errors); weights: Schaul et al. 2016, arXiv:1511.05952.
+    """
+    taken = q_values.gather(1, actions[:, None])[:, 0]
+    total = (weights * F.smooth_l1_loss(taken, targets, reduction="none")).mean()
+    return DqnLoss(total, (targets - taken).detach(), taken.detach().mean())

@@ -218,6 +218,29 @@ class MLP(Body):
         return F.relu(self.hidden(self.linear(obs.to(self.linear.weight.dtype))))
 
 
+class TanhMLP(Body):
+    """The prototype's DQN network for vectors: obs [B, S] -> features [B, feature_size].
+
+    Two layers with tanh, Xavier-uniform weights and biases of 0.
+    """
+
+    takes = "vector"
+
+    def __init__(self, in_features: int, hidden_size: int = 256, feature_size: int = 64):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(in_features, hidden_size), nn.Tanh(),
+            nn.Linear(hidden_size, feature_size), nn.Tanh(),
+        )  # fmt: skip
+        self.out_features = feature_size
+        for layer in self.layers[::2]:
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        return self.layers(obs.to(self.layers[0].weight.dtype))
+
+
 def _convolve(layers: nn.Sequential, obs: Tensor) -> Tensor:
     """layers(obs / 255), with the division moved into the first layer's few weights instead of the many pixels."""
     first = layers[0]
@@ -259,12 +282,53 @@ class ActorCritic(nn.Module):
         return out[:, :-1], out[:, -1]
 
 
+class QNetwork(nn.Module):
+    """Action values over a body: obs [B, *obs_shape] -> Q [B, A].
+
+    `dueling`: Q = V + A - mean(A) (Wang et al. 2016, arXiv:1511.06581, eq. 9), V and A each a linear layer on the
+    features; the paper gives each a hidden layer of its own as well. The sum is linear in the features, so it is still
+    one read-out. Heads are initialised as the prototype's, Xavier uniform with biases of 0.
+    """
+
+    def __init__(self, body: Body, num_actions: int, dueling: bool = False, autocast: bool = False):
+        super().__init__()
+        self.body, self.autocast = body, autocast
+        self.advantage = nn.Linear(body.out_features, num_actions)
+        self.value = nn.Linear(body.out_features, 1) if dueling else None
+        for head in filter(None, (self.advantage, self.value)):
+            nn.init.xavier_uniform_(head.weight)
+            nn.init.zeros_(head.bias)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and action values."""
+        return self.advantage.weight.dtype
+
+    def readout(self) -> Readout:
+        """The heads as one read-out. It depends on the parameters only."""
+        weight, bias = self.advantage.weight, self.advantage.bias
+        if self.value is not None:
+            weight = weight - weight.mean(dim=0) + self.value.weight
+            bias = bias - bias.mean() + self.value.bias
+        return self.body.fold(weight, bias)
+
+    def forward(self, obs: Tensor, readout: Readout | None = None) -> Tensor:
+        readout = self.readout() if readout is None else readout
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.body.read(obs, readout).to(self.dtype)
+
+
 def network_for(obs_shape: tuple[int, ...]) -> str:
     """The default network: `attention-cnn` for images [C, H, W], `mlp` for vectors [S]."""
     return "attention-cnn" if len(obs_shape) == 3 else "mlp"
 
 
-BODIES: dict[str, type[Body]] = {"attention-cnn": AttentionCNN, "nature-cnn": NatureCNN, "mlp": MLP}
+BODIES: dict[str, type[Body]] = {
+    "attention-cnn": AttentionCNN,
+    "nature-cnn": NatureCNN,
+    "mlp": MLP,
+    "tanh-mlp": TanhMLP,
+}
 """What `--network` offers. A new body is added here."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -276,15 +340,13 @@ def network_options(name: str) -> list[str]:
     return list(inspect.signature(BODIES[name]).parameters)[1:]
 
 
-def make_network(
-    name: str, obs_shape: tuple[int, ...], num_actions: int, head_init: str = "zero", dtype: str = "float32", **options
-) -> ActorCritic:
-    """An actor-critic over the named body.
+def make_body(name: str, obs_shape: tuple[int, ...], **options) -> Body:
+    """The named body for these observations.
 
     Args:
-      name: a key of BODIES. obs_shape: [C, 84, 84] for the convolutional ones, [S] for mlp. dtype: a key of DTYPES.
+      name: a key of BODIES. obs_shape: [C, 84, 84] for the convolutional ones, [S] for the others.
       options: see the body.
-    Raises: ValueError when the network does not fit the observations.
+    Raises: ValueError when the body does not fit the observations.
     """
     if name not in BODIES:
         raise ValueError(f"network is {name!r}, expected one of {', '.join(BODIES)}")
@@ -294,5 +356,20 @@ def make_network(
         raise ValueError(
             f"network {name} takes {want}, got observations of shape {list(obs_shape)}: use --network auto"
         )
-    network = ActorCritic(body(obs_shape[0], **options), num_actions, head_init, autocast=dtype == "bfloat16")
-    return network.to(DTYPES[dtype])
+    return body(obs_shape[0], **options)
+
+
+def make_network(
+    name: str, obs_shape: tuple[int, ...], num_actions: int, head_init: str = "zero", dtype: str = "float32", **options
+) -> ActorCritic:
+    """An actor-critic over the named body; see `make_body` for its arguments and errors. dtype: a key of DTYPES."""
+    body = make_body(name, obs_shape, **options)
+    return ActorCritic(body, num_actions, head_init, autocast=dtype == "bfloat16").to(DTYPES[dtype])
+
+
+def make_q_network(
+    name: str, obs_shape: tuple[int, ...], num_actions: int, dueling: bool = False, dtype: str = "float32", **options
+) -> QNetwork:
+    """Action values over the named body; see `make_body` for its arguments and errors. dtype: a key of DTYPES."""
+    body = make_body(name, obs_shape, **options)
+    return QNetwork(body, num_actions, dueling, autocast=dtype == "bfloat16").to(DTYPES[dtype])

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from fastrl.losses import ppo_loss
+from fastrl.losses import dqn_loss, dqn_targets, ppo_loss
 from fastrl.types import Minibatch
 
 COEFS = dict(clip_coef=0.2, ent_coef=0.01, vf_coef=0.5)
@@ -65,3 +65,33 @@ def test_ppo_loss_ignores_rows_of_weight_zero(clip_vloss):
     padded = rows._replace(weights=torch.tensor([1.0, 1, 1, 1, 0, 0]))
     expected = ppo_loss(logits[:4], values[:4], some, **COEFS, clip_vloss=clip_vloss)
     torch.testing.assert_close(ppo_loss(logits, values, padded, **COEFS, clip_vloss=clip_vloss), expected)
+
+
+# ---- DQN
+
+NEXT_Q = torch.tensor([[1.0, 4.0], [2.0, -1.0], [5.0, 6.0]])
+
+
+def test_dqn_targets_by_hand():
+    """A step with gamma 0.9, two steps, and a terminal one, whose target is its reward sum alone."""
+    returns, discounts = torch.tensor([1.0, 1.9, -1.0]), torch.tensor([0.9, 0.81, 0.0])
+    targets = dqn_targets(returns, discounts, NEXT_Q)
+    torch.testing.assert_close(targets, torch.tensor([1 + 0.9 * 4, 1.9 + 0.81 * 2, -1.0]))
+
+
+def test_dqn_targets_of_double_q_take_the_online_choice_and_the_target_value():
+    online = torch.tensor([[9.0, 0.0], [0.0, 9.0], [0.0, 9.0]], requires_grad=True)
+    targets = dqn_targets(torch.zeros(3), torch.ones(3), NEXT_Q.requires_grad_(), online)
+    assert targets.tolist() == [1, -1, 6]
+    assert not targets.requires_grad
+
+
+def test_dqn_loss_by_hand():
+    """Errors of 0.5 and 3 in the actions taken: 0.125 and 2.5, the second weighted by a half."""
+    q_values = torch.tensor([[0.0, 1.0], [-1.0, 7.0]], requires_grad=True)
+    loss = dqn_loss(q_values, torch.tensor([1, 0]), torch.tensor([1.5, 2.0]), torch.tensor([1.0, 0.5]))
+    assert loss.total.item() == pytest.approx((0.125 + 0.5 * 2.5) / 2)
+    assert loss.td_errors.tolist() == [0.5, 3.0]
+    assert loss.q_mean.item() == 0
+    loss.total.backward()
+    torch.testing.assert_close(q_values.grad, torch.tensor([[0.0, -0.5 / 2], [-0.5 / 2, 0.0]]))

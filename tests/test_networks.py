@@ -5,7 +5,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastrl.networks import MLP, ActorCritic, AttentionCNN, NatureCNN, ScaledLinear, make_network, network_for
+from fastrl.networks import (
+    MLP,
+    ActorCritic,
+    AttentionCNN,
+    NatureCNN,
+    ScaledLinear,
+    make_network,
+    make_q_network,
+    network_for,
+)
 
 OPTIONS = [
     dict(),
@@ -163,3 +172,38 @@ def test_nature_cnn_reads_pixels_as_fractions():
     body = NatureCNN(4).double()
     plain = nn.Sequential(copy.deepcopy(body.conv), nn.Flatten(), copy.deepcopy(body.hidden), nn.ReLU())
     torch.testing.assert_close(body(frames()), plain(frames().double() / 255), rtol=1e-10, atol=1e-12)
+
+
+# ---- action values
+
+
+def test_tanh_mlp_is_the_prototypes_dqn_network():
+    torch.manual_seed(0)
+    network = make_q_network("tanh-mlp", (4,), 2)
+    first, last = network.body.layers[0], network.body.layers[2]
+    assert [tuple(p.shape) for p in network.parameters()] == [(256, 4), (256,), (64, 256), (64,), (2, 64), (2,)]
+    for layer in (first, last, network.advantage):
+        bound = (6 / sum(layer.weight.shape)) ** 0.5  # Xavier uniform
+        assert 0.8 * bound < layer.weight.abs().max() <= bound
+        assert layer.bias.abs().max() == 0
+    x = torch.randn(5, 4)
+    hidden = torch.tanh(last(torch.tanh(first(x))))
+    torch.testing.assert_close(network(x), network.advantage(hidden))
+
+
+def test_dueling_is_value_plus_centred_advantage():
+    torch.manual_seed(0)
+    network = make_q_network("nature-cnn", (4, 84, 84), 6, dueling=True, dtype="float64")
+    features = network.body(frames())
+    advantage = network.advantage(features)
+    expected = network.value(features) + advantage - advantage.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(network(frames()), expected)
+
+
+@pytest.mark.parametrize("dueling", [False, True])
+def test_action_values_are_the_same_folded(dueling):
+    sizes = dict(hidden_size=32, linear_size=64, attention="plain", dtype="float64", dueling=dueling)
+    network, other = (make_q_network("attention-cnn", (4, 84, 84), 6, fold=fold, **sizes) for fold in (True, False))
+    other.load_state_dict(network.state_dict())
+    torch.testing.assert_close(network(frames()), other(frames()))
+    torch.testing.assert_close(network(frames(), network.readout()), network(frames()))
