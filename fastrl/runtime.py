@@ -18,12 +18,15 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
-import torch
 
 import fastrl
+
+# Processes that only step envs live without PyTorch and its 120 MB: it is imported where it is used.
+if TYPE_CHECKING:
+    import torch
 
 
 class UsageError(ValueError):
@@ -177,6 +180,8 @@ def resolve_device(name: str) -> torch.device:
 
     Raises: ValueError if the name is not one of these, or the GPU is not there.
     """
+    import torch
+
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
@@ -200,6 +205,8 @@ def check_compiler(device: torch.device) -> None:
 
 def configure_torch(threads: int) -> None:
     """Let PyTorch use `threads` CPU threads and flush denormal numbers (which are many times slower) to zero."""
+    import torch
+
     # Worker threads inherit the flush mode from the thread that creates them, so it comes first.
     torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
@@ -207,6 +214,8 @@ def configure_torch(threads: int) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, NumPy (which takes 32 bits) and PyTorch, all devices."""
+    import torch
+
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - third-party envs may draw from it
     torch.manual_seed(seed)
@@ -251,6 +260,8 @@ def sync_folder(folder: Path) -> None:
 
 def provenance() -> list[str]:
     """What somebody needs to repeat this run: command, versions, commit and hardware, one line each."""
+    import torch
+
     packages = ("torch", "numpy", "gymnasium", "envpool", "ale-py", "numba", "ray")
     versions = [f"{name} {version}" for name in packages if (version := _version(name))]
     commit = git_commit()

@@ -6,10 +6,12 @@ L tokens, D features. Arrays are NumPy unless a field says torch; `bool` masks a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Step(NamedTuple):

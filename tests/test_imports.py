@@ -89,6 +89,16 @@ def test_import_fastrl_is_light():
     assert not {"torch", "ray", "envpool", "ale_py", "gymnasium", "numba", "numpy"} & set(loaded)
 
 
+def test_stepping_an_env_does_without_torch():
+    program = (
+        "import sys; from fastrl.envs import EnvConfig, EpisodeStats, make_envs; "
+        "envs = make_envs(EnvConfig(env_id='CartPole-v1', backend='numpy'), 2, 0); envs.reset(); envs.step([0, 1]); "
+        "print(*sys.modules)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "ray", "envpool", "numba", "tyro"} & set(loaded)
+
+
 def test_import_from_a_checkout_finds_what_only_the_installed_package_has(tmp_path):
     """`python -m fastrl.ppo` in a clone after `pip install .`: the compiled module lies in site-packages."""
     (tmp_path / "fastrl").mkdir()

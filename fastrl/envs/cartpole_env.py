@@ -6,7 +6,6 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from fastrl.envs.contract import EnvConfig, VecEnv, check_actions
 from fastrl.types import Step
@@ -81,6 +80,8 @@ class CartPoleEnv(VecEnv):
         pass
 
     def state_dict(self) -> dict[str, Any]:
+        import torch
+
         return {
             "env_id": self._env_id,
             "state": torch.from_numpy(self._state.copy()),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from fastrl.types import Episode
 
@@ -44,6 +43,8 @@ class EpisodeStats:
 
     def state_dict(self) -> dict[str, Any]:
         """The unfinished games: returns float64 [N] and lengths int64 [N], as tensors."""
+        import torch
+
         return {"returns": torch.from_numpy(self._returns.copy()), "lengths": torch.from_numpy(self._lengths.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from fastrl.envs.contract import EnvConfig, VecEnv, check_actions
 from fastrl.types import Step
+
+if TYPE_CHECKING:
+    import torch
 
 IMAGE_SIZE = 84
 
@@ -103,6 +105,8 @@ class GymnasiumEnv(VecEnv):
 
     def state_dict(self) -> dict[str, Any]:
         """As `VecEnv.state_dict`. Emulator and env states are pickles in uint8 tensors: load only what you trust."""
+        import torch
+
         return {
             "env_id": self._config.env_id,
             "envs": [_to_tensor(env.state()) for env in self._envs],
@@ -337,4 +341,6 @@ def _shrink(screen: np.ndarray) -> np.ndarray:
 
 
 def _to_tensor(blob: bytes) -> torch.Tensor:
+    import torch
+
     return torch.from_numpy(np.frombuffer(blob, np.uint8).copy())
