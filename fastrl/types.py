@@ -91,6 +91,31 @@ class Minibatch(NamedTuple):
     """1 for a transition, 0 for a row that only fills up the minibatch."""
 
 
+class Chunk(NamedTuple):
+    """T steps of N envs as a collector sends them, in contiguous NumPy arrays that nobody writes to again.
+
+    `Replay.add(frames[:-1], actions, rewards, terminated, truncated, frames[1:], valid)` takes it as it is.
+    """
+
+    frames: np.ndarray
+    """[T + 1, N, *frame_shape] obs_dtype: the newest frame of each observation (a vector observation is one whole).
+    frames[t] is of the observation that led to actions[t], frames[t + 1] of the one after."""
+    actions: np.ndarray
+    """[T, N] int64"""
+    rewards: np.ndarray
+    """[T, N] float32"""
+    terminated: np.ndarray
+    """[T, N] bool"""
+    truncated: np.ndarray
+    """[T, N] bool"""
+    valid: np.ndarray
+    """[T, N] bool: False where the step was an autoreset (`Step.was_reset`)."""
+    episodes: list[Episode]
+    """What ended in it."""
+    version: int
+    """Of the weights that acted."""
+
+
 class Batch(NamedTuple):
     """B transitions of n steps sampled from a replay buffer, in NumPy arrays; the target is
     `returns + discounts * Q(next_obs)`."""
