@@ -87,7 +87,7 @@ def test_collector_records_what_the_envs_answer():
 
 
 def test_collector_explores_each_env_by_its_own_epsilon():
-    """With weights that choose action 1, an env without exploration always does, one that only explores every other time."""
+    """The weights choose action 1: an env without exploration always does, one that only explores every other time."""
     network = mlp()
     with torch.no_grad():
         for parameter in network.parameters():
