@@ -1,7 +1,7 @@
 """The roles of distributed DQN as plain classes: they know nothing of Ray and can be tested alone.
 
 Weights travel as one flat float32 array. A collector whose network is the tanh MLP computes in NumPy and never loads
-PyTorch, which would more than double its memory.
+PyTorch, which takes several times the memory of all the rest.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Collector:
         Args:
           num_steps: T, of each env.
           epsilon: probability of a random action, one for all envs or [N].
+        Raises: ValueError before the first `load`.
         """
         if self._version < 0:
             raise ValueError("a collector needs weights before it can play: call load()")

@@ -24,7 +24,7 @@ import numpy as np
 
 import fastrl
 
-# Processes that only step envs live without PyTorch and its 120 MB: it is imported where it is used.
+# Processes that only step envs live without PyTorch, which takes several times their memory: imported where used.
 if TYPE_CHECKING:
     import torch
 

@@ -171,6 +171,7 @@ def test_ppo_same_seed_same_bits_on_pong(tmp_path):
     "changes",
     [
         dict(),
+        dict(backend="numpy"),
         dict(
             env_id="ALE/Pong-v5",
             num_envs=2,
@@ -181,7 +182,7 @@ def test_ppo_same_seed_same_bits_on_pong(tmp_path):
             anneal_lr=True,
         ),
     ],
-    ids=["cartpole", "pong"],
+    ids=["cartpole", "cartpole in numpy", "pong"],
 )
 def test_ppo_stopping_and_resuming_changes_nothing(tmp_path, changes):
     whole = run(tmp_path, "whole", **changes)

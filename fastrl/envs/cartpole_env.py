@@ -1,34 +1,17 @@
-"""CartPole for all envs at once, in NumPy: Gymnasium's, bit for bit, and many times as fast."""
+"""CartPole for all envs at once, in NumPy: Gymnasium's, bit for bit, and many times as fast with many envs."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from fastrl.envs.contract import EnvConfig, VecEnv, check_actions
+from fastrl.envs.contract import CARTPOLES, EnvConfig, VecEnv, check_actions
 from fastrl.types import Step
 
 GRAVITY, CART_MASS, POLE_MASS, HALF_POLE, PUSH, TICK = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
 MAX_POSITION, MAX_ANGLE = 2.4, 12 * 2 * np.pi / 360
-
-
-class CartPole(NamedTuple):
-    """One variant of the task."""
-
-    max_steps: int
-    """After which an episode is truncated."""
-    sleep_s: float = 0.0
-    """How long each step takes."""
-
-
-SLOW_SLEEP_S = 0.01
-CARTPOLES = {
-    "CartPole-v0": CartPole(200),
-    "CartPole-v1": CartPole(500),
-    "SlowCartPole-v0": CartPole(200, SLOW_SLEEP_S),
-}
 
 
 class CartPoleEnv(VecEnv):

@@ -7,7 +7,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -38,9 +38,20 @@ ATARI_ONLY = tuple(name for name in NEUTRAL if name not in ("stack", "clip_rewar
 
 # EnvPool holds many more; these are the ones that the tests compare with Gymnasium's.
 ENVPOOL_CLASSIC = ("Acrobot-v1", "CartPole-v1", "MountainCar-v0")
-SLOW_CARTPOLE = "SlowCartPole-v0"
-NUMPY_ENVS = ("CartPole-v0", "CartPole-v1", SLOW_CARTPOLE)
 ONE_THREAD = ("gymnasium", "numpy")
+
+
+class CartPole(NamedTuple):
+    """One variant of CartPole."""
+
+    max_steps: int
+    """After which an episode is truncated."""
+    sleep_s: float = 0.0
+    """How much longer each step takes."""
+
+
+SLOW_CARTPOLE = "SlowCartPole-v0"
+CARTPOLES = {"CartPole-v0": CartPole(200), "CartPole-v1": CartPole(500), SLOW_CARTPOLE: CartPole(200, sleep_s=0.01)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +138,9 @@ class EnvConfig:
         if self.backend in ONE_THREAD and self.threads not in (None, 1):
             raise ValueError(f"backend {self.backend!r} steps in one thread, got threads {self.threads}: leave it out")
         filled: dict[str, Any] = dict(threads=1 if self.backend in ONE_THREAD else available_cores())
-        if self.backend == "numpy" and self.env_id not in NUMPY_ENVS:
+        if self.backend == "numpy" and self.env_id not in CARTPOLES:
             raise ValueError(
-                f"backend 'numpy' steps {', '.join(NUMPY_ENVS)}, got env_id {self.env_id!r}: use another --backend"
+                f"backend 'numpy' steps {', '.join(CARTPOLES)}, got env_id {self.env_id!r}: use another --backend"
             )
         if self.atari_game:
             filled |= ATARI_COMMON | ATARI_SETTINGS[self.env_setting]
@@ -295,7 +306,8 @@ def _registry() -> dict[str, Any]:
 
     gymnasium.register_envs(ale_py)  # does nothing; it keeps the import, which registers ALE/*, from looking unused
     if SLOW_CARTPOLE not in gymnasium.registry:
-        gymnasium.register(SLOW_CARTPOLE, "fastrl.envs.slow_cartpole:SlowCartPole", max_episode_steps=200)
+        max_steps = CARTPOLES[SLOW_CARTPOLE].max_steps
+        gymnasium.register(SLOW_CARTPOLE, "fastrl.envs.slow_cartpole:SlowCartPole", max_episode_steps=max_steps)
     return gymnasium.registry
 
 
@@ -305,7 +317,7 @@ def _check_not_atari(config: EnvConfig) -> None:
     if config.backend == "envpool" and config.env_id not in ENVPOOL_CLASSIC:
         raise ValueError(
             f"backend 'envpool' steps Atari games and {', '.join(ENVPOOL_CLASSIC)}, got env_id {config.env_id!r}: "
-            f"use --backend {'numpy' if config.env_id in NUMPY_ENVS else 'gymnasium'}"
+            f"use --backend {'numpy' if config.env_id in CARTPOLES else 'gymnasium'}"
         )
     atari_only = {name: getattr(config, name) for name in ATARI_ONLY if getattr(config, name) is not None}
     if config.env_setting != "v5":

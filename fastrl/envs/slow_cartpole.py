@@ -6,12 +6,12 @@ import time
 
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
-from fastrl.envs.cartpole_env import SLOW_SLEEP_S
+from fastrl.envs.contract import CARTPOLES, SLOW_CARTPOLE
 
 
 class SlowCartPole(CartPoleEnv):
     """CartPole of which every step takes 10 ms longer; a stand-in for environments slower than a model's update."""
 
     def step(self, action):
-        time.sleep(SLOW_SLEEP_S)
+        time.sleep(CARTPOLES[SLOW_CARTPOLE].sleep_s)
         return super().step(action)
