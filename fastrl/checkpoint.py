@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastrl import config as config_files
 from fastrl.runtime import atomic_file, sync_folder
 
 _STEP_FILE = re.compile(r"step_(\d+)\.pt")
@@ -107,6 +108,34 @@ def resolve(path: str | os.PathLike[str]) -> Path:
             f"{path} holds no checkpoint (looked for checkpoints/step_<n>.pt); give a run folder such as runs/NAME"
         )
     return files[0]
+
+
+def load_resumable(config: Any, algo: str, parts: set[str], may_change: set[str]) -> dict[str, Any]:
+    """The checkpoint that `config.resume` names.
+
+    Args:
+      config: of the run that goes on; its class's defaults stand for settings that the checkpoint does not know.
+      algo: who must have written it. parts: keys that it must have, besides. may_change: settings free to differ.
+    Raises: ValueError where the run cannot go on from it with this config.
+    """
+    path = resolve(config.resume)
+    saved = load(path)
+    if saved.get("algo") != algo or not {"config", *parts} <= saved.keys():
+        raise ValueError(f"checkpoint {path} is none of fastrl's {algo.upper()} runs: give a run directory")
+    newest = resolve(config_files.run_dir_of(path))
+    if config.run_dir is None and newest.name != path.resolve().name and is_complete(newest):
+        raise ValueError(
+            f"{path} is not the newest checkpoint of its run ({newest.name}): add --run-dir NEW to branch off from it"
+        )
+    # A setting that the checkpoint's version did not have was what is the default now.
+    then, now = config_files.as_dict(type(config)()) | saved["config"], config_files.as_dict(config)
+    changed = sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key) and key not in may_change)
+    if changed:
+        key = changed[0]
+        raise ValueError(
+            f"--resume cannot change {key} from {then.get(key)} to {now.get(key)}: drop the flag, or start a new run"
+        )
+    return saved
 
 
 def rng_state(numpy_generator: np.random.Generator, torch_generator: torch.Generator | None = None) -> dict[str, Any]:

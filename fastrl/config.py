@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from types import NoneType
@@ -139,6 +139,22 @@ def check_types(config: Any) -> None:
             expected = " or ".join("None" if kind is NoneType else kind.__name__ for kind in get_args(hint) or (hint,))
         if not fits:
             raise ValueError(f"{field.name} is {value!r} ({type(value).__name__}), expected {expected}")
+
+
+def check(config: Any, names: Sequence[str], holds: Callable[[Any], bool], expected: str) -> None:
+    """Raises ValueError, with name and value, for the first of these fields for which `holds` is False."""
+    for name in names:
+        if not holds(value := getattr(config, name)):
+            raise ValueError(f"{name} is {value}, expected {expected}")
+
+
+def check_places(config: Any) -> None:
+    """Raises ValueError for a path that is empty; turns a Path into text."""
+    for name in PLACES:
+        if isinstance(path := getattr(config, name), Path):
+            object.__setattr__(config, name, str(path))
+        if getattr(config, name) == "":
+            raise ValueError(f"{name} is empty, expected a path (is a shell variable unset?)")
 
 
 def create_run_dir(config: Any, algo: str) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,13 +23,10 @@ from torch import nn
 
 from fastrl import checkpoint
 from fastrl.config import parse, run_dir_of
-from fastrl.envs import EnvConfig, EpisodeStats, VecEnv, make_envs
+from fastrl.envs import Act, EnvConfig, VecEnv, evaluate, make_envs
 from fastrl.logger import summary
 from fastrl.runtime import RunFailed, atomic_file, configure_torch, resolve_device, run_cli, user_errors
 from fastrl.types import Episode
-
-Act = Callable[[np.ndarray], np.ndarray]
-"""obs [N, *obs_shape] -> actions [N] int64."""
 
 
 @dataclass(frozen=True)
@@ -71,49 +68,6 @@ class EvaluateConfig:
     @property
     def played_envs(self) -> int:
         return 1 if self.video else min(self.num_envs or 8, self.episodes)
-
-
-def evaluate(
-    act: Act, envs: VecEnv, episodes: int, max_steps: int, keep_going: Callable[[], bool] = lambda: True
-) -> list[Episode]:
-    """Play `episodes` whole games, each from its beginning.
-
-    How many games each env plays is fixed beforehand (as even as can be), so that short games are not counted more
-    often than long ones; an env that is through plays on unrecorded until all are.
-
-    Args:
-      act: the policy, see `Act`.
-      envs: N envs that end no game early (`episodic_life` off); they are reset first.
-      episodes: games to record, over all envs.
-      max_steps: steps of `envs` after which the games still going are given up.
-      keep_going: asked before every step; where it returns False the evaluation ends with what it has.
-
-    Returns: the episodes in the order in which they ended; fewer than asked for, and a warning, if `max_steps` came
-      first.
-    """
-    to_play = np.full(envs.num_envs, episodes // envs.num_envs)
-    to_play[: episodes % envs.num_envs] += 1
-    stats = EpisodeStats(envs.num_envs)
-    finished: list[Episode] = []
-    obs = envs.reset()
-    for _ in range(max_steps):
-        if not keep_going():
-            return finished
-        step = envs.step(act(obs))
-        obs = step.obs
-        ended = stats.update(step.raw_rewards, step.terminated, step.truncated, step.was_reset, step.game_over)
-        for episode in ended:
-            if to_play[episode.env] > 0:
-                to_play[episode.env] -= 1
-                finished.append(episode)
-        if len(finished) == episodes:
-            return finished
-    warnings.warn(
-        f"evaluation: only {len(finished)} of {episodes} episodes ended within {max_steps} steps per env; "
-        "the mean lacks the long ones",
-        stacklevel=2,
-    )
-    return finished
 
 
 def policy_act(

@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fastrl import config as config_files
 from fastrl.runtime import atomic_file
 from fastrl.types import Episode
 
@@ -208,6 +209,18 @@ class RunLogger:
         self._tensorboard.flush()
         if self._wandb:
             self._wandb.log({**scalars, "global_step": step})
+
+
+def open_logger(config: Any, run_dir: Path, saved: Mapping[str, Any] | None) -> RunLogger:
+    """The logger of a run by its config; continued where `saved`, the checkpoint of a resumed run, was written."""
+    wandb = dict(project="fastrl", name=run_dir.name, config=config_files.as_dict(config)) if config.track else None
+    resumed_step = saved["global_step"] if saved else None
+    logger = RunLogger(
+        run_dir, total_timesteps=config.total_timesteps, resumed_step=resumed_step, quiet=config.quiet, wandb=wandb
+    )
+    if saved:
+        logger.load_state_dict(saved["logger"])
+    return logger
 
 
 class _LastingConsole(Console):

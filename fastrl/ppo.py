@@ -26,10 +26,10 @@ from torch.nn import functional as F
 import fastrl
 from fastrl import checkpoint, kernels, plot, schedules
 from fastrl import config as config_files
-from fastrl.envs import EnvConfig, EpisodeStats, VecEnv
+from fastrl.envs import EnvConfig, EpisodeStats, VecEnv, evaluate, resolve
 from fastrl.envs import make_envs as default_make_envs
-from fastrl.evaluate import evaluate, policy_act, whole_games
-from fastrl.logger import RunLogger, import_wandb
+from fastrl.evaluate import policy_act, whole_games
+from fastrl.logger import RunLogger, import_wandb, open_logger
 from fastrl.losses import PpoLoss, ppo_loss
 from fastrl.networks import BODIES, DTYPES, Readout, make_network, network_for, network_options
 from fastrl.returns import gae
@@ -39,6 +39,7 @@ from fastrl.runtime import (
     available_cores,
     check_compiler,
     configure_torch,
+    derived_seed,
     provenance,
     python_command,
     resolve_device,
@@ -46,6 +47,7 @@ from fastrl.runtime import (
     seed_everything,
     user_errors,
 )
+from fastrl.schedules import passed
 from fastrl.timing import PhaseTimer
 from fastrl.types import Episode, Minibatch, Rollout
 
@@ -58,6 +60,7 @@ DtypeName = Literal[tuple(DTYPES)]
 MAX_EVAL_STEPS = 108_000
 """Vector steps after which an evaluation gives up on games that do not end."""
 
+RESUMED_PARTS = {"collector", "logger", "iteration"}
 MAY_CHANGE_ON_RESUME = {
     "total_timesteps", "threads", "torch_threads", "device", "compile", "kernels", "attention", "fold",
     "eval_every", "eval_episodes", "eval_greedy", "eval_dropout", "checkpoint_every", "keep_checkpoints", "track",
@@ -162,9 +165,7 @@ class PpoConfig(EnvConfig):
     """No progress display."""
 
     def __post_init__(self) -> None:
-        for name in config_files.PLACES:
-            if isinstance(path := getattr(self, name), Path):
-                object.__setattr__(self, name, str(path))
+        config_files.check_places(self)
         super().__post_init__()
         positive = (
             "total_timesteps",
@@ -174,22 +175,19 @@ class PpoConfig(EnvConfig):
             "eval_episodes",
             "keep_checkpoints",
         )
-        _check(self, positive, lambda x: x >= 1, "at least 1")
-        _check(self, ("num_steps", "hidden_size"), lambda x: x is None or x >= 1, "at least 1")
-        _check(self, ("torch_threads",), lambda x: x is None or 1 <= x <= 1024, "between 1 and 1024")
-        _check(
+        config_files.check(self, positive, lambda x: x >= 1, "at least 1")
+        config_files.check(self, ("num_steps", "hidden_size"), lambda x: x is None or x >= 1, "at least 1")
+        config_files.check(self, ("torch_threads",), lambda x: x is None or 1 <= x <= 1024, "between 1 and 1024")
+        config_files.check(
             self,
             ("seed", "eval_every", "checkpoint_every", "ent_coef", "vf_coef"),
             lambda x: 0 <= x < math.inf,
             "0 or more",
         )
-        _check(self, ("learning_rate", "adam_eps", "clip_coef"), lambda x: 0 < x < math.inf, "above 0")
-        _check(self, ("gamma", "gae_lambda"), lambda x: 0 <= x <= 1, "between 0 and 1")
-        _check(self, ("dropout",), lambda x: 0 <= x < 1, "at least 0 and below 1")
-        _check(self, ("max_grad_norm", "target_kl"), lambda x: x is None or x > 0, "above 0, or None")
-        for name in config_files.PLACES:
-            if getattr(self, name) == "":
-                raise ValueError(f"{name} is empty, expected a path (is a shell variable unset?)")
+        config_files.check(self, ("learning_rate", "adam_eps", "clip_coef"), lambda x: 0 < x < math.inf, "above 0")
+        config_files.check(self, ("gamma", "gae_lambda"), lambda x: 0 <= x <= 1, "between 0 and 1")
+        config_files.check(self, ("dropout",), lambda x: 0 <= x < 1, "at least 0 and below 1")
+        config_files.check(self, ("max_grad_norm", "target_kl"), lambda x: x is None or x > 0, "above 0, or None")
         if self.batch_size < 2 and self.norm_adv != "none":
             raise ValueError(
                 f"num_envs {self.num_envs} x num_steps {self.num_steps} is one step per rollout, expected 2 or more"
@@ -218,12 +216,6 @@ class PpoConfig(EnvConfig):
     def env(self) -> EnvConfig:
         """The part of this config that describes the environment."""
         return EnvConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EnvConfig)})
-
-
-def _check(config: PpoConfig, names: Sequence[str], holds: Callable[[Any], bool], expected: str) -> None:
-    for name in names:
-        if not holds(value := getattr(config, name)):
-            raise ValueError(f"{name} is {value}, expected {expected}")
 
 
 class Collector:
@@ -501,7 +493,7 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
         device = resolve_device(config.device)
         configure_torch(config.torch_threads or available_cores())
         seed_everything(config.seed)
-        saved = load_resumable(config) if config.resume else None
+        saved = checkpoint.load_resumable(config, "ppo", RESUMED_PARTS, MAY_CHANGE_ON_RESUME) if config.resume else None
         if saved and saved["iteration"] >= config.num_iterations:
             print(f"nothing to do: step {saved['global_step']:,} of {config.total_timesteps:,} is reached already")
             return config_files.run_dir_of(config.resume)
@@ -593,16 +585,6 @@ def run_evaluation(
     return float(np.mean([episode.return_ for episode in episodes])) if episodes else None
 
 
-def resolve(config: PpoConfig, make_envs: Callable) -> PpoConfig:
-    """The config with its env flags filled in. Whoever brings a `make_envs` may have an env_id that only it knows."""
-    try:
-        return config.resolved()
-    except ValueError:
-        if make_envs is default_make_envs:
-            raise
-        return config
-
-
 def check_installed(config: PpoConfig, network: str, device: torch.device) -> None:
     """Raises ValueError if this config needs a kernel or a compiler that is not here."""
     kernels.choose(config.kernels)
@@ -617,30 +599,6 @@ def check_installed(config: PpoConfig, network: str, device: torch.device) -> No
         import_wandb()
 
 
-def load_resumable(config: PpoConfig) -> dict[str, Any]:
-    """The checkpoint that `--resume` names. Raises ValueError where the run cannot go on from it with this config."""
-    path = checkpoint.resolve(config.resume)
-    saved = checkpoint.load(path)
-    if saved.get("algo") != "ppo" or not {"config", "collector", "logger", "iteration"} <= saved.keys():
-        raise ValueError(f"checkpoint {path} is none of fastrl's PPO runs: give a run directory")
-    newest = checkpoint.resolve(config_files.run_dir_of(path))
-    if config.run_dir is None and newest.name != path.resolve().name and checkpoint.is_complete(newest):
-        raise ValueError(
-            f"{path} is not the newest checkpoint of its run ({newest.name}): add --run-dir NEW to branch off from it"
-        )
-    # A setting that the checkpoint's version did not have was what is the default now.
-    then, now = config_files.as_dict(PpoConfig()) | saved["config"], config_files.as_dict(config)
-    changed = sorted(
-        key for key in then.keys() | now.keys() if then.get(key) != now.get(key) and key not in MAY_CHANGE_ON_RESUME
-    )
-    if changed:
-        key = changed[0]
-        raise ValueError(
-            f"--resume cannot change {key} from {then.get(key)} to {now.get(key)}: drop the flag, or start a new run"
-        )
-    return saved
-
-
 def restore(saved: dict[str, Any], learner: Learner, collector: Collector) -> None:
     """Puts back the state of a checkpoint. Raises ValueError if it does not fit."""
     try:
@@ -649,17 +607,6 @@ def restore(saved: dict[str, Any], learner: Learner, collector: Collector) -> No
     except Exception as error:  # torch, pickle and the envs each raise their own kinds
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"the checkpoint does not fit this run ({type(error).__name__}: {reason})") from error
-
-
-def open_logger(config: PpoConfig, run_dir: Path, saved: dict[str, Any] | None) -> RunLogger:
-    wandb = dict(project="fastrl", name=run_dir.name, config=config_files.as_dict(config)) if config.track else None
-    resumed_step = saved["global_step"] if saved else None
-    logger = RunLogger(
-        run_dir, total_timesteps=config.total_timesteps, resumed_step=resumed_step, quiet=config.quiet, wandb=wandb
-    )
-    if saved:
-        logger.load_state_dict(saved["logger"])
-    return logger
 
 
 def announce(config: PpoConfig, run_dir: Path, collector: Collector, learner: Learner, logger: RunLogger) -> None:
@@ -692,16 +639,6 @@ def conclude(config: PpoConfig, run_dir: Path, learner: Learner, logger: RunLogg
         logger.info(f"see how it plays: {python_command('fastrl.evaluate', run_dir)}")
     else:
         logger.info(f"go on with: {python_command('fastrl.ppo', '--resume', run_dir)}")
-
-
-def passed(every: int, before: int, now: int) -> bool:
-    """Whether a multiple of `every` lies in (before, now]; never for 0."""
-    return every > 0 and now // every > before // every
-
-
-def derived_seed(*entropy: int) -> int:
-    """One seed in [0, 2^31) from several numbers; different numbers give unrelated seeds."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -42,6 +42,16 @@ class _Ring(NamedTuple):
     free_finals: np.ndarray
     num_free: np.ndarray
 
+    def part(self, envs: slice) -> _Ring:
+        """Some of the envs, as a ring that shares the storage."""
+        bases = self.bases[envs.start : envs.stop + 1]
+        slots = slice(bases[0], bases[-1])
+        return self._replace(
+            bases=bases - bases[0],
+            **{name: getattr(self, name)[envs] for name in ("counts", "running", "pending")},
+            **{name: getattr(self, name)[slots] for name in _PER_SLOT},
+        )
+
 
 _PER_SLOT = ("frames", "actions", "rewards", "flags", "final_index")
 
@@ -153,6 +163,8 @@ class Replay:
         truncated: np.ndarray,
         next_obs: np.ndarray,
         valid: np.ndarray | None = None,
+        *,
+        first_env: int | None = None,
     ) -> np.ndarray:
         """Append T steps of N envs. Arrays are copied once, straight into the ring, and may be read-only.
 
@@ -166,11 +178,14 @@ class Replay:
           actions: integers [T, N]. rewards: float32 [T, N]. terminated, truncated: bool [T, N]; if both are set,
             terminated counts.
           valid: bool [T, N], False for rows that are no transitions (`Step.was_reset`); default: all True.
+          first_env: given, the rows are of N of the buffer's envs only, those from this one on, as when several
+            collectors play them.
         Returns: ids, int64 [T, N]; -1 where not valid.
         Raises: ValueError on a shape or dtype mismatch.
         """
-        frames = self._frames("obs", obs)
+        frames = self._frames("obs", obs, first_env=first_env)
         rows = frames.shape[:2]
+        first_env = first_env or 0
         next_frames = self._frames("next_obs", next_obs, rows)
         if not isinstance(actions, np.ndarray) or actions.shape != rows or actions.dtype.kind not in "iu":
             raise ValueError(f"actions must be integers {list(rows)}; got {describe(actions)}")
@@ -184,14 +199,18 @@ class Replay:
         actions, rewards, terminated, truncated, valid = map(np.ascontiguousarray, (*small, valid))
 
         ids = np.empty(rows, np.int64)
+        envs = slice(first_env, first_env + rows[1])
         row = 0
         while True:
             row = self._kernels.replay_add(
-                frames, actions, rewards, terminated, truncated, next_frames, valid, row, *self._ring, ids
+                frames, actions, rewards, terminated, truncated, next_frames, valid, row, *self._ring.part(envs), ids
             )
             if row == rows[0]:
                 break
             self._grow_finals()
+        if rows[1] < self.num_envs:  # the kernel numbered them as if there were no other envs
+            count, env = np.divmod(ids, rows[1])
+            ids = np.where(valid, count * self.num_envs + first_env + env, -1)
         self._count_live()
         if self._tree is not None:
             new = ids[valid]
@@ -370,10 +389,16 @@ class Replay:
     def _used(self) -> np.ndarray:
         return np.minimum(self._ring.counts, np.diff(self._ring.bases))
 
-    def _frames(self, name: str, frames: np.ndarray, rows: tuple[int, ...] | None = None) -> np.ndarray:
+    def _frames(
+        self, name: str, frames: np.ndarray, rows: tuple[int, ...] | None = None, first_env: int | None = None
+    ) -> np.ndarray:
         """`frames` as bytes [T, N, frame_bytes], without a copy if each [T, N] row is contiguous."""
         expected = (*(rows or ("T", self.num_envs)), *self.obs_shape)
         given = frames.shape if isinstance(frames, np.ndarray) else ()
+        if first_env is not None and len(given) > 1:
+            if not (0 <= first_env <= self.num_envs - given[1] and given[1]):
+                raise ValueError(f"first_env is {first_env} with {given[1]} envs; the buffer has {self.num_envs}")
+            expected = ("T", given[1], *self.obs_shape)
         fits = len(given) == len(expected) and given[1:] == expected[1:] and (rows is None or given[:2] == rows)
         if not fits or frames.dtype != self.obs_dtype:
             shape = ", ".join(map(str, expected))

@@ -221,6 +221,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def derived_seed(*entropy: int) -> int:
+    """One seed in [0, 2^31) from several numbers; different numbers give unrelated seeds."""
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
+
+
 # ---- files
 
 

@@ -13,8 +13,9 @@ import torch
 from fastrl import checkpoint
 from fastrl.envs import Step, VecEnv, make_envs
 from fastrl.networks import BODIES, Body, make_network
-from fastrl.ppo import Collector, Learner, PpoConfig, acting, minibatches, normalise, passed, train, training_rows
+from fastrl.ppo import Collector, Learner, PpoConfig, acting, minibatches, normalise, train, training_rows
 from fastrl.runtime import RunFailed, UsageError
+from fastrl.schedules import passed
 from fastrl.timing import PhaseTimer
 
 TINY = dict(

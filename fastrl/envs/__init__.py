@@ -1,7 +1,8 @@
 """Environments: one contract, four backends."""
 
-from fastrl.envs.contract import EnvConfig, VecEnv, make_envs
+from fastrl.envs.contract import EnvConfig, VecEnv, make_envs, resolve
 from fastrl.envs.episode_stats import EpisodeStats
+from fastrl.envs.games import Act, evaluate
 from fastrl.types import Episode, Step
 
-__all__ = ["EnvConfig", "Episode", "EpisodeStats", "Step", "VecEnv", "make_envs"]
+__all__ = ["Act", "EnvConfig", "Episode", "EpisodeStats", "Step", "VecEnv", "evaluate", "make_envs", "resolve"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -225,6 +225,16 @@ def make_envs(config: EnvConfig, num_envs: int, seed: int | Sequence[int]) -> Ve
     from fastrl.envs.gymnasium_env import GymnasiumEnv
 
     return GymnasiumEnv(config, seeds)
+
+
+def resolve(config: EnvConfig, maker: Callable[[EnvConfig, int, int], VecEnv]) -> EnvConfig:
+    """`config.resolved()`. Whoever brings a `maker` other than `make_envs` may have an env_id that only it knows."""
+    try:
+        return config.resolved()
+    except ValueError:
+        if maker is make_envs:
+            raise
+        return config
 
 
 def env_seeds(seed: int | Sequence[int], num_envs: int) -> list[int]:
