@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,16 @@ def load_resumable(config: Any, algo: str, parts: set[str], may_change: set[str]
             f"--resume cannot change {key} from {then.get(key)} to {now.get(key)}: drop the flag, or start a new run"
         )
     return saved
+
+
+@contextmanager
+def fits_run() -> Iterator[None]:
+    """Whatever goes wrong while a run takes over a checkpoint becomes a ValueError: it does not fit."""
+    try:
+        yield
+    except Exception as error:  # torch, pickle and the envs each raise their own kinds
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the checkpoint does not fit this run ({type(error).__name__}: {reason})") from error
 
 
 def rng_state(numpy_generator: np.random.Generator, torch_generator: torch.Generator | None = None) -> dict[str, Any]:

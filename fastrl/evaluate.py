@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,7 @@ from torch import nn
 
 from fastrl import checkpoint
 from fastrl.config import parse, run_dir_of
-from fastrl.envs import Act, EnvConfig, VecEnv, evaluate, make_envs
+from fastrl.envs import Act, EnvConfig, VecEnv, evaluate, make_envs, whole_games
 from fastrl.logger import summary
 from fastrl.runtime import RunFailed, atomic_file, configure_torch, resolve_device, run_cli, user_errors
 from fastrl.types import Episode
@@ -212,19 +212,6 @@ def main() -> int:
         raise RunFailed(f"no episode ended within {max_steps} steps: raise --max-steps")
     print(_write_results(folder / f"{name}.json", path, config, env_config, global_step, max_steps, episodes))
     return 0
-
-
-def whole_games(config: EnvConfig, backend: str | None = None) -> EnvConfig:
-    """The same environment for evaluation: whole games, raw rewards, time limits that end an episode as usual."""
-    return replace(
-        config,
-        backend=backend or config.backend,
-        threads=None,
-        episodic_life=False,
-        clip_rewards=False,
-        time_limit="truncate",
-        autoreset="next_step",
-    )
 
 
 def _full_length(config: EnvConfig) -> int:

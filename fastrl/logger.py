@@ -146,7 +146,13 @@ class RunLogger:
         self._progress.show(row, phase_seconds, self.recent_return, self._num_episodes)
 
     def evaluation(self, global_step: int, episodes: Sequence[Episode]) -> None:
-        """Record the games of one evaluation of the policy at `global_step`, see `summary`."""
+        """Record the games of one evaluation of the policy at `global_step`, see `summary`.
+
+        A step up to the last one recorded is passed over: a resumed run may repeat an evaluation.
+        """
+        if global_step <= self._evaluated_step:
+            return
+        self._evaluated_step = global_step
         if not episodes:
             self.info(f"evaluation at step {global_step:,}: no episode finished within the step limit")
             return
@@ -199,6 +205,8 @@ class RunLogger:
         self._metrics = (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._episodes = _open_csv(self.run_dir / "episodes.csv", EPISODE_COLUMNS)
         self._evaluations = _open_csv(self.run_dir / "evaluations.csv", EVALUATION_COLUMNS)
+        rows = (self.run_dir / "evaluations.csv").read_text(encoding="utf-8").splitlines()[1:]
+        self._evaluated_step = int(rows[-1].split(",")[0]) if rows else -1
 
     def _scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Send scalars by tag to TensorBoard and, if asked for, to Weights & Biases."""

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 import fastrl
 from fastrl import checkpoint, kernels, plot, schedules
 from fastrl import config as config_files
-from fastrl.envs import EnvConfig, EpisodeStats, VecEnv, evaluate, resolve
+from fastrl.envs import EnvConfig, EpisodeStats, VecEnv, evaluate, resolve, whole_games
 from fastrl.envs import make_envs as default_make_envs
-from fastrl.evaluate import policy_act, whole_games
+from fastrl.evaluate import policy_act
 from fastrl.logger import RunLogger, import_wandb, open_logger
 from fastrl.losses import PpoLoss, ppo_loss
 from fastrl.networks import BODIES, DTYPES, Readout, make_network, network_for, network_options
@@ -505,7 +505,9 @@ def train(config: PpoConfig, make_envs: Callable[[EnvConfig, int, int], VecEnv] 
         timer, learner = PhaseTimer(), Learner(network, config)
         collector = Collector(envs, config.rollout_steps, device, config.seed, network.dtype)
         if saved:
-            restore(saved, learner, collector)
+            with checkpoint.fits_run():
+                learner.load_state_dict(saved)
+                collector.load_state_dict(saved["collector"])
         run_dir = config_files.create_run_dir(config, "ppo")
         logger = open_logger(config, run_dir, saved)
         config_files.write(config, run_dir)
@@ -597,16 +599,6 @@ def check_installed(config: PpoConfig, network: str, device: torch.device) -> No
         check_compiler(device)
     if config.track:
         import_wandb()
-
-
-def restore(saved: dict[str, Any], learner: Learner, collector: Collector) -> None:
-    """Puts back the state of a checkpoint. Raises ValueError if it does not fit."""
-    try:
-        learner.load_state_dict(saved)
-        collector.load_state_dict(saved["collector"])
-    except Exception as error:  # torch, pickle and the envs each raise their own kinds
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"the checkpoint does not fit this run ({type(error).__name__}: {reason})") from error
 
 
 def announce(config: PpoConfig, run_dir: Path, collector: Collector, learner: Learner, logger: RunLogger) -> None:

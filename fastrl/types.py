@@ -110,8 +110,8 @@ class Chunk(NamedTuple):
     """[T, N] bool"""
     valid: np.ndarray
     """[T, N] bool: False where the step was an autoreset (`Step.was_reset`)."""
-    episodes: list[Episode]
-    """What ended in it."""
+    episodes: list[tuple[int, Episode]]
+    """What ended in it, each game with its row."""
     version: int
     """Of the weights that acted."""
 

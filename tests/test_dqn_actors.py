@@ -79,10 +79,10 @@ def test_collector_records_what_the_envs_answer():
                 np.testing.assert_array_equal(getattr(chunk, name)[t], getattr(step, name))
             np.testing.assert_array_equal(chunk.valid[t], ~step.was_reset)
             lengths = np.where(step.was_reset, 0, lengths + 1)
-            ended += [(env, lengths[env]) for env in np.flatnonzero(step.terminated | step.truncated)]
+            ended += [(t, env, lengths[env]) for env in np.flatnonzero(step.terminated | step.truncated)]
             obs = step.obs
         np.testing.assert_array_equal(chunk.frames[40], obs)
-        assert [(episode.env, episode.length) for episode in chunk.episodes] == ended
+        assert [(row, episode.env, episode.length) for row, episode in chunk.episodes] == ended
     assert not all(chunk.valid.all() for chunk in chunks)
 
 

@@ -2,7 +2,9 @@
 
 from fastrl.envs.contract import EnvConfig, VecEnv, make_envs, resolve
 from fastrl.envs.episode_stats import EpisodeStats
-from fastrl.envs.games import Act, evaluate
+from fastrl.envs.games import Act, evaluate, whole_games
 from fastrl.types import Episode, Step
 
-__all__ = ["Act", "EnvConfig", "Episode", "EpisodeStats", "Step", "VecEnv", "evaluate", "make_envs", "resolve"]
+__all__ = [
+    "Act", "EnvConfig", "Episode", "EpisodeStats", "Step", "VecEnv", "evaluate", "make_envs", "resolve", "whole_games",
+]  # fmt: skip

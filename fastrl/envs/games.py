@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
-from fastrl.envs.contract import VecEnv
+from fastrl.envs.contract import EnvConfig, VecEnv
 from fastrl.envs.episode_stats import EpisodeStats
 from fastrl.types import Episode
 
@@ -56,3 +57,16 @@ def evaluate(
         stacklevel=2,
     )
     return finished
+
+
+def whole_games(config: EnvConfig, backend: str | None = None) -> EnvConfig:
+    """The same environment for evaluation: whole games, raw rewards, time limits that end an episode as usual."""
+    return replace(
+        config,
+        backend=backend or config.backend,
+        threads=None,
+        episodic_life=False,
+        clip_rewards=False,
+        time_limit="truncate",
+        autoreset="next_step",
+    )
