@@ -33,9 +33,9 @@ def save(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
       ValueError if a key carries a wrapper's prefix (`_orig_mod.` of torch.compile, `module.` of data-parallel).
       TypeError if a value is neither a tensor nor a primitive.
     """
-    plain = _plain(state, "state")
+    whole = plain(state)
     with atomic_file(path) as file:
-        torch.save(plain, file)
+        torch.save(whole, file)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -171,16 +171,19 @@ def restore_rng(
         torch_generator.set_state(state["generator"])
 
 
-def _plain(value: Any, where: str) -> Any:
-    """A copy of nested state that `torch.load` accepts by default; `where` names the place for an error."""
+def plain(value: Any, where: str = "state") -> Any:
+    """A copy of nested state that `torch.load` accepts by default, with its tensors on the CPU.
+
+    Tensors there already, with a storage of their own, are not copied. `where` names the place for an error.
+    """
     if isinstance(value, torch.Tensor):
         tensor = value.detach().cpu()
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         return tensor if whole else tensor.clone()  # torch.save writes the whole storage behind a view
     if isinstance(value, Mapping):
-        return {_plain_key(key, where): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {_plain_key(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        items = [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, np.generic):
         return value.item()

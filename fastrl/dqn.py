@@ -33,7 +33,9 @@ from fastrl.dqn_actors import (
     Added,
     Collector,
     Evaluator,
+    Layout,
     LocalExperience,
+    LostError,
     MakeEnvs,
     Report,
     ServedCollector,
@@ -403,10 +405,11 @@ class Experience(Protocol):
     def gather(self, epsilons: np.ndarray) -> Added | None:
         """One more chunk into the replay buffer; None if none came within a second."""
 
-    def sample(self, batch_size: int, beta: float) -> Batch:
-        """A minibatch, valid until the next call."""
+    def sample(self, batch_size: int, beta: float) -> Batch | None:
+        """A minibatch, valid until the next call; None if the replay buffer was lost and is empty."""
 
-    def update_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None: ...
+    def update_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
+        """Of the transitions of the last `sample`."""
 
     def failures(self) -> list[str]:
         """What went wrong with other processes since the last call, and was passed over."""
@@ -428,7 +431,6 @@ class Training:
         """Transitions that count for `samples_per_insert`: those beyond the warm-up."""
         self.warming = self.config.learning_starts
         """Transitions that are to be gathered before they count."""
-        self.interrupted = False
         self._snapshots: list[Snapshot] = []
         self._episodes: list[tuple[int, Episode]] = []
         self._rows: list[tuple[dict[str, float], dict[str, float]]] = []
@@ -447,7 +449,7 @@ class Training:
         end = time.monotonic() + max_seconds
         if not self._since.steps:
             self._since = _Since()
-        while self.global_step < until and not self.done and not self.interrupted and time.monotonic() < end:
+        while self.global_step < until and not self.done and time.monotonic() < end:
             with self._timer("wait"):
                 added = self.experience.gather(self.config.epsilons(self.global_step))
             if added is not None:
@@ -459,7 +461,8 @@ class Training:
         before, episodes_before = self.global_step, self.num_episodes
         self._count(added)
         while self.learner.optimizer_steps + 1 <= self.config.updates_for(self.num_inserted) + 1e-9:
-            self._update()
+            if not self._update():
+                self._warm_up_again()
         if self.learner.optimizer_steps >= self.published_at + self.config.publish_every:
             self.weight_version += 1
             self._flat = self._publish()
@@ -489,11 +492,14 @@ class Training:
         self.num_inserted += added.num_transitions - warming
         self._since.count(added, self.weight_version)
 
-    def _update(self) -> None:
+    def _update(self) -> bool:
+        """One update; False if there is nothing to learn from."""
         config = self.config
         with self._timer("sample"):
             beta = schedules.linear(config.priority_beta, 1.0, self.global_step / config.total_timesteps)
             batch = self.experience.sample(config.batch_size, beta)
+        if batch is None:
+            return False
         with self._timer("update"):
             td_errors = self.learner.update(batch)
             self._since.updates += 1
@@ -501,6 +507,12 @@ class Training:
             with self._timer("sample"):
                 # sync: one per update, only with priorities
                 self.experience.update_priorities(batch.ids, td_errors.float().cpu().numpy())
+        return True
+
+    def _warm_up_again(self) -> None:
+        """With an empty buffer: gather `learning_starts` transitions anew, and forget the updates that are owed."""
+        self.warming = self.config.learning_starts
+        self.num_inserted = int(self.learner.optimizer_steps * self.config.batch_size / self.config.samples_per_insert)
 
     def _publish(self) -> np.ndarray:
         with self._timer("publish"):
@@ -523,8 +535,8 @@ class Training:
         return metrics
 
     def state_dict(self, with_replay: bool) -> dict[str, Any]:
-        """All of a checkpoint that learning changes; valid until the next call."""
-        return {
+        """All of a checkpoint that learning changes, tensors on the CPU; valid until the next call."""
+        state = {
             "global_step": self.global_step,
             "model": self.learner.network.state_dict(),
             "learner": self.learner.state_dict(),
@@ -532,6 +544,7 @@ class Training:
             "published": torch.from_numpy(self._flat),
             "experience": self.experience.state_dict(with_replay),
         }
+        return checkpoint.plain(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue; with an empty replay buffer, the warm-up comes first."""
@@ -540,10 +553,21 @@ class Training:
         for name in _COUNTERS:
             setattr(self, name, state["training"][name])
         if not self.experience.load_state_dict(state["experience"]):
-            self.warming = self.config.learning_starts
+            self._warm_up_again()
         self._flat = state["published"].numpy()
         self.experience.publish(self._flat, self.weight_version)
         self._snapshots = []
+
+    def restore(self, state: dict[str, Any] | None, global_step: int, num_episodes: int) -> None:
+        """Continue after the process of the learner was lost: what it knew is older than what was played since."""
+        if state is not None:
+            self.load_state_dict(state)
+        self._snapshots = []
+        self.global_step, self.num_episodes = max(self.global_step, global_step), max(self.num_episodes, num_episodes)
+
+    @property
+    def device(self) -> str:
+        return str(self.learner.device)
 
 
 _COUNTERS = ("global_step", "num_episodes", "num_inserted", "warming", "weight_version", "published_at")
@@ -595,7 +619,9 @@ class ModelServer(Training):
         network.load_state_dict({name: torch.tensor(array) for name, array in parts})
 
     def judge(self, evaluator: str, obs: np.ndarray) -> np.ndarray:
-        """Action values [N, A] under the weights held for this evaluator. Raises KeyError if there are none."""
+        """Action values [N, A] under the weights held for this evaluator. Raises LostError if there are none."""
+        if evaluator not in self._judged:
+            raise LostError(f"no weights are held for {evaluator}")
         return _q_values(self._judged[evaluator], obs)
 
 
@@ -619,6 +645,12 @@ def network_arguments(config: DqnConfig, spaces: Spaces) -> dict[str, Any]:
         name=name, obs_shape=spaces.obs_shape, num_actions=spaces.num_actions, dueling=config.dueling,
         dtype=config.dtype, **options,
     )  # fmt: skip
+
+
+def layout_for(config: DqnConfig, spaces: Spaces) -> Layout:
+    """How the weights of this config's network are ordered in a flat array."""
+    with torch.device("meta"):
+        return layout_of(make_q_network(**network_arguments(config, spaces)))
 
 
 def make_learner(config: DqnConfig, spaces: Spaces) -> Learner:
@@ -727,6 +759,11 @@ def train(config: DqnConfig, make_envs: MakeEnvs = default_make_envs) -> Path:
       RunFailed when a loss or a parameter is no longer finite, or processes fail again and again.
       SystemExit(128 + signal) after SIGINT or SIGTERM, with a checkpoint written.
     """
+    with StopSignal() as stop:
+        return _train(config, make_envs, stop)
+
+
+def _train(config: DqnConfig, make_envs: MakeEnvs, stop: StopSignal) -> Path:
     with user_errors(), ExitStack() as on_error:
         config = resolve(config, make_envs)
         saved = checkpoint.load_resumable(config, "dqn", RESUMED_PARTS, MAY_CHANGE_ON_RESUME) if config.resume else None
@@ -744,7 +781,7 @@ def train(config: DqnConfig, make_envs: MakeEnvs = default_make_envs) -> Path:
         on_error.pop_all()
 
     run = Run(config, run_dir, spaces, crew, logger, saved["best_return"] if saved else -math.inf)
-    with closing(crew), logger, StopSignal() as stop:
+    with closing(crew), logger:
         announce(run, saved)
 
         def keep_going() -> bool:
@@ -812,8 +849,8 @@ def check_installed(config: DqnConfig, network: str) -> None:
 
 
 def record(report: Report, logger: RunLogger) -> None:
-    for failure in report.failures:
-        logger.info(failure)
+    for note in report.notes:
+        logger.info(note)
     for step, episode in report.episodes:
         logger.episode(episode, step)
     for metrics, seconds in report.rows:
@@ -872,6 +909,11 @@ def saves_replay(config: DqnConfig, spaces: Spaces) -> bool:
     return (
         config.buffer_size * math.prod(spaces.frame_shape) * np.dtype(spaces.obs_dtype).itemsize <= SAVED_REPLAY_BYTES
     )
+
+
+def training_state(saved: dict[str, Any]) -> dict[str, Any]:
+    """The part of a checkpoint that `Training.load_state_dict` takes."""
+    return {name: saved[name] for name in ("global_step", "model", "learner", "training", "published", "experience")}
 
 
 def pending_of(saved: dict[str, Any]) -> list[Snapshot]:

@@ -28,6 +28,10 @@ MAX_EVAL_STEPS = 108_000
 """Vector steps after which an evaluation gives up on games that do not end."""
 
 
+class LostError(RuntimeError):
+    """A process was started anew and lacks what another one had given it. Whoever asked may try again."""
+
+
 # ---- what passes between the roles
 
 
@@ -67,8 +71,8 @@ class Report(NamedTuple):
     """Weights due for an evaluation."""
     rows: list[tuple[dict[str, float], dict[str, float]]]
     """Metrics and seconds by phase, as `RunLogger.iteration` takes them: one for each `log_every` steps passed."""
-    failures: list[str]
-    """Calls of other roles that came to nothing, in words."""
+    notes: list[str]
+    """What people should know: processes that failed, and so on."""
 
 
 class Spaces(NamedTuple):
@@ -205,6 +209,15 @@ class Collector:
         self._policy.load(flat)
         self._version = version
 
+    def play(self, flat: np.ndarray | None, version: int, num_steps: int, epsilon: np.ndarray) -> Chunk | None:
+        """`collect` by the weights of this version, which `flat` brings if this collector does not have them yet.
+
+        Returns None if they are missing, as after a restart.
+        """
+        if flat is not None:
+            self.load(flat, version)
+        return self.collect(num_steps, epsilon) if self._version == version else None
+
     def collect(self, num_steps: int, epsilon: float | np.ndarray) -> Chunk:
         """Go on playing.
 
@@ -295,9 +308,12 @@ class ReplayServer:
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
+        self._batch: Batch | None = None
 
-    def add(self, chunk: Chunk, collector: int) -> Added:
-        """Copy a chunk into the buffer; its arrays may be read-only and are not kept."""
+    def add(self, chunk: Chunk | None, collector: int) -> Added | None:
+        """Copy a chunk into the buffer, if there is one; its arrays may be read-only and are not kept."""
+        if chunk is None:
+            return None
         num_envs = chunk.actions.shape[1]
         self.replay.add(
             chunk.frames[:-1], chunk.actions, chunk.rewards, chunk.terminated, chunk.truncated, chunk.frames[1:],
@@ -307,11 +323,23 @@ class ReplayServer:
         steps, transitions = chunk.valid.size, int(chunk.valid.sum())
         return Added(collector, steps, transitions, episodes, chunk.version, len(self.replay))
 
+    def draw(self, batch_size: int, beta: float) -> Batch:
+        """A minibatch, valid until the next call."""
+        self._batch = self.replay.sample(batch_size, beta, out=self._batch)
+        return self._batch
+
     def sample(self, num_batches: int, batch_size: int, beta: float) -> list[Batch]:
-        return [self.replay.sample(batch_size, beta) for _ in range(num_batches)]
+        """Minibatches; none while the buffer is empty."""
+        return [] if not len(self.replay) else [self.replay.sample(batch_size, beta) for _ in range(num_batches)]
 
     def update_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
         self.replay.update_priorities(ids, priorities)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.replay.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.replay.load_state_dict(state)
 
 
 class LocalExperience:
@@ -321,7 +349,7 @@ class LocalExperience:
 
     def __init__(self, collector: Collector | ServedCollector, replay: Replay, num_steps: int) -> None:
         self._collector, self._server, self._num_steps = collector, ReplayServer(replay), num_steps
-        self._batch: Batch | None = None
+        self.sample, self.update_priorities = self._server.draw, self._server.update_priorities
 
     def publish(self, flat: np.ndarray, version: int) -> None:
         """Play by these weights from now on."""
@@ -330,14 +358,6 @@ class LocalExperience:
     def gather(self, epsilons: np.ndarray) -> Added:
         """Play one chunk, env n exploring with probability epsilons[n], into the replay buffer."""
         return self._server.add(self._collector.collect(self._num_steps, epsilons), 0)
-
-    def sample(self, batch_size: int, beta: float) -> Batch:
-        """A minibatch, valid until the next call."""
-        self._batch = self._server.replay.sample(batch_size, beta, out=self._batch)
-        return self._batch
-
-    def update_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        self._server.update_priorities(ids, priorities)
 
     def failures(self) -> list[str]:
         return []

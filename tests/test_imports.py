@@ -14,7 +14,7 @@ import fastrl
 
 PACKAGE = Path(fastrl.__file__).parent
 FLOORS = {
-    4: {"ppo", "dqn"},
+    4: {"ppo", "dqn", "dqn_ray"},
     3: {"evaluate", "plot", "dqn_actors"},
     2: {"envs"},
     1: {"returns", "losses", "replay", "networks", "attention"},
