@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,7 +55,7 @@ from fastrl.runtime import RunFailed, available_cores, derived_seed
 from fastrl.types import Batch, Chunk
 
 if TYPE_CHECKING:
-    from fastrl.dqn import DqnConfig, Training
+    from fastrl.dqn import DqnConfig, Learner, Training
 
 MAX_IN_FLIGHT = 2
 """Chunks that one collector has begun or finished and the learner has not taken yet."""
@@ -95,6 +96,10 @@ class _Role:
     def __init__(self, make: Callable[..., Any], *args: Any) -> None:
         self._part = make(*args)
 
+    def begin(self, make: Callable[..., Any], *args: Any) -> None:
+        """Make of the part what needs to know of other processes."""
+        self._part = make(self._part, *args)
+
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._part, method)(*args)
 
@@ -130,16 +135,27 @@ def _make_replay_server(config: DqnConfig, spaces: Spaces, part: int, parts: int
     return ReplayServer(make_replay(config, spaces, part, parts))
 
 
-def _make_training(
-    config: DqnConfig, spaces: Spaces, collectors: list[ActorHandle], replay_actors: list[ActorHandle]
-) -> Training:
-    from fastrl.dqn import ModelServer, Training, make_learner, make_replay
+def _make_learner(config: DqnConfig, spaces: Spaces) -> Learner:
+    from fastrl.dqn import make_learner
 
-    learner = make_learner(config, spaces)
+    return make_learner(config, spaces)
+
+
+def _make_training(
+    learner: Learner, spaces: Spaces, collectors: list[ActorHandle], replay_actors: list[ActorHandle],
+    state: dict[str, Any] | None, global_step: int, num_episodes: int,
+) -> Training:  # fmt: skip
+    from fastrl.dqn import ModelServer, Training, make_replay
+
+    config = learner.config
     if config.actions == "server":
-        return ModelServer(learner, RayExperience(config, [], RemoteReplay(replay_actors, 1)))
-    replay = RemoteReplay(replay_actors) if replay_actors else LocalReplay(make_replay(config, spaces))
-    return Training(learner, RayExperience(config, collectors, replay))
+        training = ModelServer(learner, RayExperience(config, [], RemoteReplay(replay_actors, 1)))
+    else:
+        replay = RemoteReplay(replay_actors) if replay_actors else LocalReplay(make_replay(config, spaces))
+        training = Training(learner, RayExperience(config, collectors, replay))
+    if state is not None or global_step:
+        training.restore(state, global_step, num_episodes)
+    return training
 
 
 # ---- the learner's side
@@ -335,7 +351,9 @@ class ServedPolicy:
         return ray.get(self._server.call.remote("judge", self._name, obs), timeout=CALL_S)
 
 
-def _make_served_evaluator(env: EnvConfig, make_envs: MakeEnvs, server: ActorHandle, name: str) -> Evaluator:
+def _make_served_evaluator(
+    _: Evaluator, env: EnvConfig, make_envs: MakeEnvs, server: ActorHandle, name: str
+) -> Evaluator:
     return Evaluator(env, make_envs, ServedPolicy(server, name))
 
 
@@ -348,6 +366,8 @@ class _Member:
 
     name: str
     handle: ActorHandle
+    begin: Callable[[], tuple[Any, ...]] | None = None
+    """The arguments of `_Role.begin`, for a process that has just started."""
     place: Ping | None = None
     """Where it is; None while it starts."""
     seen: float = field(default_factory=time.monotonic)
@@ -372,13 +392,13 @@ class RayCrew:
         self._jobs: dict[ray.ObjectRef, tuple[_Member, Snapshot]] = {}
         self._advances: deque[ray.ObjectRef] = deque()
         self._games: dict[ray.ObjectRef, _Member] = {}
+        self._begun: dict[ray.ObjectRef, _Member] = {}
         self._notes: list[str] = []
         self._failed_at: deque[float] = deque()
         self._watched = time.monotonic()
         self._state: Any = training_state(saved) if saved else None
         self._state_ref: ray.ObjectRef | None = None
         self._state_at = self._advanced_at = -math.inf
-        self._restoring = saved is not None
         self._step, self._episodes, self._done = 0, 0, False
         if saved:
             self._step, self._episodes = saved["global_step"], saved["training"]["num_episodes"]
@@ -402,32 +422,28 @@ class RayCrew:
             return config.seed, self._step, number
 
         replay = [start(_make_replay_server, config, spaces, i, parts) for i in range(parts)]
+        learner = start(_make_learner, config, spaces, num_gpus=self._cluster.learner_gpus)
         if served:
-            collectors = [
-                start(ServedPlayer, config.env, make_envs, i, entropy(i)) for i in range(config.num_collectors)
-            ]
+            players = [start(ServedPlayer, config.env, make_envs, i, entropy(i)) for i in range(config.num_collectors)]
         else:
-            collectors = [
+            players = [
                 start(_make_collector, config.env, make_envs, config.num_envs, network, layout, entropy(i))
                 for i in range(config.num_collectors)
             ]
-        learner = start(_make_training, config, spaces, collectors, replay, num_gpus=self._cluster.learner_gpus)
-        if served:
-            evaluators = [
-                start(_make_served_evaluator, config.env, make_envs, learner, f"evaluator {i}")
-                for i in range(config.num_evaluators)
-            ]
-        else:
-            evaluators = [
-                start(_make_evaluator, config.env, make_envs, network, layout) for _ in range(config.num_evaluators)
-            ]
-
-        def members(name: str, handles: list[ActorHandle]) -> list[_Member]:
-            return [_Member(f"{name} {number}", handle) for number, handle in enumerate(handles)]
+        evaluators = [
+            start(_make_evaluator, config.env, make_envs, network, layout) for _ in range(config.num_evaluators)
+        ]
 
         self._learner = _Member("server" if served else "learner", learner)
-        self._replay = members("memory" if served else "replay", replay)
-        self._collectors, self._evaluators = members("collector", collectors), members("evaluator", evaluators)
+        self._learner.begin = lambda: (_make_training, spaces, players, replay, self._state, self._step, self._episodes)
+        self._replay = [_Member("memory" if served else f"replay {i}", handle) for i, handle in enumerate(replay)]
+        self._collectors = [_Member(f"collector {i}", handle) for i, handle in enumerate(players)]
+        self._evaluators = [_Member(f"evaluator {i}", handle) for i, handle in enumerate(evaluators)]
+        if served:
+            for member in self._evaluators:
+                member.begin = partial(
+                    lambda name: (_make_served_evaluator, config.env, make_envs, learner, name), member.name
+                )
         self._members = [self._learner, *self._replay, *self._collectors, *self._evaluators]
 
     # ---- what `fastrl.dqn.train` calls
@@ -485,12 +501,8 @@ class RayCrew:
     def _keep_busy(self) -> None:
         """Give everyone who is there and has nothing to do something to do."""
         now = time.monotonic()
-        if self._learner.place:
-            if self._restoring:
-                self._learner.handle.call.remote("restore", self._state, self._step, self._episodes)
-                self._restoring = False
-            if not self._done:
-                self._ask_learner(now)
+        if self._learner.place and not self._done:
+            self._ask_learner(now)
         given_out = {snapshot.global_step for _, snapshot in self._jobs.values()} | self._judged.keys()
         waiting = (snapshot for snapshot in self.pending if snapshot.global_step not in given_out)
         busy = {member.name for member, _ in self._jobs.values()}
@@ -520,7 +532,7 @@ class RayCrew:
     def _handle_events(self, reports: list[ray.ObjectRef]) -> Report | None:
         """Wait for a moment for what was given out, and take what is ready. Returns the first of `reports`."""
         states = [self._state_ref] if self._state_ref is not None else []
-        waiting = [*reports, *states, *self._jobs, *self._games]
+        waiting = [*reports, *states, *self._begun, *self._jobs, *self._games]
         if not waiting:
             time.sleep(0.05)
             return None
@@ -531,6 +543,8 @@ class RayCrew:
                 self._take_evaluation(ref)
             elif ref in self._games:
                 self._take(ref, self._games.pop(ref))
+            elif ref in self._begun:
+                self._take(ref, self._begun.pop(ref))
             elif ref is self._state_ref:
                 self._state_ref = None
                 if self._take(ref, self._learner, fetch=False):
@@ -590,6 +604,8 @@ class RayCrew:
             self._fail(member, "its process is gone")
         if member.place is None:
             self._notes.append(f"{member.name} is {place}")
+            if member.begin:
+                self._begun[member.handle.begin.remote(*member.begin())] = member
         member.place, member.seen = place, time.monotonic()
 
     def _lost(self, member: _Member, error: Exception) -> None:
@@ -613,7 +629,6 @@ class RayCrew:
         member.place, member.seen, member.ping = None, now, None
         self._notes.append(f"{member.name} failed: {reason}; it is started anew")
         if member is self._learner:
-            self._restoring = True
             self._advances.clear()
             self._state_ref = None
         self._failed_at.append(now)
