@@ -606,6 +606,9 @@ class ModelServer(Training):
         self._rng = np.random.default_rng(learner.config.seed)
         self._judged: dict[str, QNetwork] = {}
 
+    def learn(self, added: Added) -> None:
+        super().learn(added._replace(version=self.weight_version))
+
     def act(self, obs: np.ndarray) -> np.ndarray:
         """Epsilon-greedy actions, int64 [N], for obs [N, *obs_shape]."""
         epsilon = self.config.epsilons(self.global_step)[0]

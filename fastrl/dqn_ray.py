@@ -164,12 +164,8 @@ def _make_training(
 class LocalReplay(ReplayServer):
     """The replay buffer in the learner's process."""
 
-    def insert(self, chunk: ray.ObjectRef, collector: int) -> ray.ObjectRef:
-        """What to wait for, before `added` takes what it stands for."""
-        return chunk
-
-    def added(self, ready: Chunk | None, collector: int) -> Added | None:
-        return self.add(ready, collector)
+    def take(self, chunk: ray.ObjectRef, collector: int) -> Added | None:
+        return self.add(ray.get(chunk, timeout=CALL_S), collector)
 
 
 class RemoteReplay:
@@ -184,16 +180,14 @@ class RemoteReplay:
         self._drawn_from = 0
         self._priorities: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def insert(self, chunk: ray.ObjectRef, collector: int) -> ray.ObjectRef:
-        """Have an actor add a chunk, straight from its collector."""
+    def take(self, chunk: ray.ObjectRef, collector: int) -> Added | None:
+        """Have an actor add a finished chunk, straight from its collector."""
         number, actor = divmod(collector, len(self._actors))
-        return self._actors[actor].call.remote("add", chunk, number)
-
-    def added(self, ready: Added | None, collector: int) -> Added | None:
-        if ready is None:
+        added = ray.get(self._actors[actor].call.remote("add", chunk, number), timeout=CALL_S)
+        if added is None:
             return None
-        self._sizes[collector % len(self._actors)] = ready.replay_size
-        return ready._replace(collector=collector, replay_size=sum(self._sizes))
+        self._sizes[actor] = added.replay_size
+        return added._replace(collector=collector, replay_size=sum(self._sizes))
 
     def draw(self, batch_size: int, beta: float) -> Batch | None:
         """A minibatch; None if an actor lost its part of the buffer, or does not answer."""
@@ -269,18 +263,18 @@ class RayExperience:
         if not self._chunks:
             time.sleep(RETRY_S)
             return None
-        ready, _ = ray.wait(list(self._chunks), num_returns=1, timeout=1.0)
+        ready, _ = ray.wait(list(self._chunks), num_returns=1, timeout=1.0, fetch_local=False)
         return self._take(ready[0]) if ready else None
 
     def _take(self, ref: ray.ObjectRef) -> Added | None:
         number = self._chunks.pop(ref)
         try:
-            added = self._replay.added(ray.get(ref, timeout=CALL_S), number)
+            added = self._replay.take(ref, number)
         except Exception as error:
             if not is_loss(error):
                 raise
             if number not in self._lost:
-                self._failures.append(f"chunks of collector {number} were lost: {in_short(error)}")
+                self._failures.append(f"a chunk of collector {number} was lost: {in_short(error)}")
             self._lost[number] = time.monotonic()
             added = None
         else:
@@ -307,7 +301,7 @@ class RayExperience:
         self._has[number] = self._version
         part = epsilons[number * self._num_envs : (number + 1) * self._num_envs]
         chunk = self._collectors[number].call.remote("play", weights, self._version, self._num_steps, part)
-        self._chunks[self._replay.insert(chunk, number)] = number
+        self._chunks[chunk] = number
 
 
 # ---- the prototype's pattern
@@ -660,6 +654,8 @@ def is_loss(error: Exception) -> bool:
 def in_short(error: Exception) -> str:
     """The kind and the last line of an error."""
     cause = getattr(error, "cause", None) or error
+    if isinstance(cause, RayActorError):
+        return "its process is gone"
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return f"{type(cause).__name__}: {lines[-1] if lines else ''}"[:300]
 
