@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastrl.envs import EnvConfig, Episode, EpisodeStats, VecEnv, evaluate, whole_games
+from fastrl.envs import EnvConfig, Episode, EpisodeStats, VecEnv, evaluate, explore, whole_games
 from fastrl.types import Batch, Chunk
 
 if TYPE_CHECKING:
@@ -187,12 +187,6 @@ class TorchPolicy:
 
 
 # ---- roles
-
-
-def explore(greedy: np.ndarray, epsilon: float | np.ndarray, num_actions: int, rng: np.random.Generator) -> np.ndarray:
-    """Each of these actions [N], or with probability epsilon (one for all, or [N]) a random one: int64 [N]."""
-    explores = rng.random(len(greedy)) < epsilon
-    return np.where(explores, rng.integers(num_actions, size=len(greedy)), greedy)
 
 
 class Collector:

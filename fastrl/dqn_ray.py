@@ -55,7 +55,8 @@ from fastrl.runtime import RunFailed, available_cores, derived_seed
 from fastrl.types import Batch, Chunk
 
 if TYPE_CHECKING:
-    from fastrl.dqn import DqnConfig, Learner, Training
+    from fastrl.dqn_config import DqnConfig
+    from fastrl.dqn_learner import Learner, Training
 
 MAX_IN_FLIGHT = 2
 """Chunks that one collector has begun or finished and the learner has not taken yet."""
@@ -130,13 +131,13 @@ def _make_evaluator(env: EnvConfig, make_envs: MakeEnvs, network: dict[str, Any]
 
 
 def _make_replay_server(config: DqnConfig, spaces: Spaces, part: int, parts: int) -> ReplayServer:
-    from fastrl.dqn import make_replay
+    from fastrl.dqn_learner import make_replay
 
     return ReplayServer(make_replay(config, spaces, part, parts))
 
 
 def _make_learner(config: DqnConfig, spaces: Spaces) -> Learner:
-    from fastrl.dqn import make_learner
+    from fastrl.dqn_learner import make_learner
 
     return make_learner(config, spaces)
 
@@ -145,7 +146,7 @@ def _make_training(
     learner: Learner, spaces: Spaces, collectors: list[ActorHandle], replay_actors: list[ActorHandle],
     state: dict[str, Any] | None, global_step: int, num_episodes: int,
 ) -> Training:  # fmt: skip
-    from fastrl.dqn import ModelServer, Training, make_replay
+    from fastrl.dqn_learner import ModelServer, Training, make_replay
 
     config = learner.config
     if config.actions == "server":
@@ -378,9 +379,9 @@ class RayCrew:
     """
 
     def __init__(self, config: DqnConfig, make_envs: MakeEnvs, spaces: Spaces, saved: dict[str, Any] | None):
-        from fastrl.dqn import evaluation_of, pending_of, training_state
+        from fastrl.dqn_learner import pending_of, training_state
 
-        self._config, self._evaluation_of = config, evaluation_of
+        self._config = config
         self.pending: deque[Snapshot] = deque(pending_of(saved) if saved else [])
         self._judged: dict[int, list[Episode]] = {}
         self._jobs: dict[ray.ObjectRef, tuple[_Member, Snapshot]] = {}
@@ -404,7 +405,7 @@ class RayCrew:
             raise
 
     def _start(self, make_envs: MakeEnvs, spaces: Spaces) -> None:
-        from fastrl.dqn import layout_for, network_arguments
+        from fastrl.dqn_learner import layout_for, network_arguments
 
         config = self._config
         network, layout = network_arguments(config, spaces), layout_for(config, spaces)
@@ -502,7 +503,7 @@ class RayCrew:
         busy = {member.name for member, _ in self._jobs.values()}
         idle = [member for member in self._evaluators if member.place and member.name not in busy]
         for member, snapshot in zip(idle, waiting, strict=False):
-            ref = member.handle.call.remote("play", *self._evaluation_of(self._config, snapshot))
+            ref = member.handle.call.remote("play", *self._config.evaluation_of(snapshot))
             self._jobs[ref] = member, snapshot
 
     def _ask_learner(self, now: float) -> None:

@@ -1,8 +1,8 @@
 """Play whole games with a trained policy: `python -m fastrl.evaluate RUN_OR_CHECKPOINT [--episodes 10] [--video]`.
 
-Returns are raw (never clipped) and of whole games (lives do not end one), on fresh seeded environments. Actions are
-sampled from the policy unless `--greedy`: Atari policies trained by PPO are usually judged that way, as their greedy
-version may get stuck in a loop.
+Returns are raw (never clipped) and of whole games (lives do not end one), on fresh seeded environments. A policy of
+PPO is sampled unless `--greedy`: Atari policies are usually judged that way, as their greedy version may get stuck in a
+loop. A policy of DQN takes the action of the greatest value, or with probability `--epsilon` any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 from fastrl import checkpoint
 from fastrl.config import parse, run_dir_of
-from fastrl.envs import Act, EnvConfig, VecEnv, evaluate, make_envs, whole_games
+from fastrl.envs import Act, EnvConfig, VecEnv, evaluate, explore, make_envs, whole_games
 from fastrl.logger import summary
 from fastrl.runtime import RunFailed, atomic_file, configure_torch, resolve_device, run_cli, user_errors
 from fastrl.types import Episode
@@ -42,7 +42,9 @@ class EvaluateConfig:
     seed: int = 1_000
     """Seed of the environments and of the sampled actions."""
     greedy: bool = False
-    """Take the likeliest action instead of sampling one."""
+    """PPO: take the likeliest action instead of sampling one."""
+    epsilon: float | None = None
+    """DQN: probability of a random action (what the run's own evaluations used)."""
     max_steps: int | None = None
     """Steps per environment after which unfinished games are given up (enough for every game at its full length)."""
     backend: Literal["envpool", "ale", "numpy", "gymnasium"] | None = None
@@ -60,6 +62,8 @@ class EvaluateConfig:
         for name in ("episodes", "num_envs", "max_steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.epsilon is not None and not 0 <= self.epsilon <= 1:
+            raise ValueError(f"epsilon must be a probability between 0 and 1, got {self.epsilon}")
         if self.video and self.num_envs not in (None, 1):
             raise ValueError(f"--video films one game at a time: leave --num-envs out, got {self.num_envs}")
         if self.video and self.backend not in (None, "gymnasium"):
@@ -103,17 +107,33 @@ def policy_act(
     return act
 
 
+def q_act(network: nn.Module, device: torch.device | str, epsilon: float, seed: int) -> Act:
+    """The epsilon-greedy policy of a Q-network as an `Act`; see `policy_act`."""
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        readout = network.readout()
+
+    @torch.no_grad()
+    def act(obs: np.ndarray) -> np.ndarray:
+        q_values = network(torch.as_tensor(obs, device=device), readout).cpu().numpy()  # sync: the one read per step
+        if not np.isfinite(q_values).all():
+            raise RunFailed("evaluation: the action values are not finite")
+        return explore(q_values.argmax(axis=1), epsilon, q_values.shape[1], rng)
+
+    return act
+
+
 def load_policy(path: Path, device: torch.device) -> tuple[nn.Module, EnvConfig, dict[str, Any]]:
     """The network of a checkpoint, the config of the environment it learned in, and the whole checkpoint.
 
     Raises: ValueError if the file is damaged, not a policy's, or its weights do not fit its network.
     """
-    from fastrl.networks import make_network
+    from fastrl.networks import make_network, make_q_network
 
     state = checkpoint.load(path)
     if missing := [key for key in ("env", "network", "model") if key not in state]:
         raise ValueError(f"checkpoint {path} lacks {', '.join(map(repr, missing))}: it is not a policy saved by fastrl")
-    network = make_network(**state["network"])
+    network = (make_q_network if state.get("algo") == "dqn" else make_network)(**state["network"])
     try:
         network.load_state_dict(state["model"])
     except RuntimeError as error:
@@ -182,6 +202,7 @@ def main() -> int:
         device = resolve_device(config.device)
         path = checkpoint.resolve(config.run)
         network, env_config, state = load_policy(path, device)
+        act, kind = _act_of(state, network, device, config)
         env_config = whole_games(env_config, "gymnasium" if config.video else config.backend).resolved()
         max_steps = config.max_steps or _full_length(env_config) * -(-config.episodes // config.played_envs)
         folder = config.out or run_dir_of(path) / "evaluations"
@@ -192,13 +213,11 @@ def main() -> int:
             envs.render(0)  # an env that cannot draw is found now
     configure_torch(threads=1)  # batches are small: more threads would mostly wait for each other
     global_step = state.get("global_step", 0)
-    kind = "greedy" if config.greedy else "sampled"
     print(f"checkpoint {path} (step {global_step:,}), {kind} actions on {device}")
     print(
         f"{config.episodes} episode(s) of {env_config.env_id}, {config.played_envs} env(s) ({env_config.backend}), "
         f"seed {config.seed}"
     )
-    act = policy_act(network, device, config.greedy, config.seed)
     name = f"step_{global_step}_{kind}_seed_{config.seed}"
     with closing(envs), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "evaluation: only")  # the report says it
@@ -212,6 +231,18 @@ def main() -> int:
         raise RunFailed(f"no episode ended within {max_steps} steps: raise --max-steps")
     print(_write_results(folder / f"{name}.json", path, config, env_config, global_step, max_steps, episodes))
     return 0
+
+
+def _act_of(state: dict[str, Any], network: nn.Module, device: torch.device, config: EvaluateConfig) -> tuple[Act, str]:
+    """The policy of a checkpoint, and in a word how it chooses."""
+    if state.get("algo") == "dqn":
+        if config.greedy:
+            raise ValueError("--greedy is for PPO: this is a checkpoint of DQN, which takes --epsilon")
+        epsilon = state["config"]["eval_epsilon"] if config.epsilon is None else config.epsilon
+        return q_act(network, device, epsilon, config.seed), f"epsilon_{epsilon:g}" if epsilon else "greedy"
+    if config.epsilon is not None:
+        raise ValueError("--epsilon is for DQN: this is a checkpoint of PPO, which takes --greedy")
+    return policy_act(network, device, config.greedy, config.seed), "greedy" if config.greedy else "sampled"
 
 
 def _full_length(config: EnvConfig) -> int:

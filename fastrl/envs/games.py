@@ -70,3 +70,9 @@ def whole_games(config: EnvConfig, backend: str | None = None) -> EnvConfig:
         time_limit="truncate",
         autoreset="next_step",
     )
+
+
+def explore(greedy: np.ndarray, epsilon: float | np.ndarray, num_actions: int, rng: np.random.Generator) -> np.ndarray:
+    """Each of these actions [N], or with probability epsilon (one for all, or [N]) a random one: int64 [N]."""
+    explores = rng.random(len(greedy)) < epsilon
+    return np.where(explores, rng.integers(num_actions, size=len(greedy)), greedy)
