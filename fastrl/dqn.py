@@ -12,6 +12,7 @@ import dataclasses
 import math
 import os
 import signal
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +88,7 @@ class Crew(Protocol):
         """Where training is: what a new crew takes as part of `saved`."""
 
     def members(self) -> dict[str, str]:
-        """Who works where: role -> process, host and device."""
+        """For the display: role -> what it does, and where."""
 
     def close(self) -> None: ...
 
@@ -131,7 +132,7 @@ class LocalCrew:
         return self._training.state_dict(with_replay)
 
     def members(self) -> dict[str, str]:
-        return {"all roles": f"pid {os.getpid()} on {self._training.learner.device}"}
+        return {}
 
     def close(self) -> None:
         self._envs.close()
@@ -182,13 +183,17 @@ def _train(config: DqnConfig, make_envs: MakeEnvs, stop: StopSignal) -> Path:
             report = crew.poll()
             step, done = report.global_step, report.done
             record(report, logger)
+            logger.roles(crew.members())
             judge(run, keep_going)
             if passed(config.checkpoint_every, saved_step, step):
                 saved_step = save(run)
         # Before the last evaluations: they are in it as still to be made, so that a kill loses nothing.
         save(run)
+        if crew.pending and keep_going():
+            logger.info(f"training is done; {len(crew.pending)} evaluations to go")
         while crew.pending and keep_going():
             judge(run, keep_going)
+            logger.roles(crew.members())
         if done and not crew.pending and config.evaluates:
             save(run)
         conclude(run, step, done and not crew.pending, stop)
@@ -212,6 +217,8 @@ class Run:
 def make_crew(config: DqnConfig, make_envs: MakeEnvs, spaces: Spaces, saved: dict[str, Any] | None) -> Crew:
     if not config.num_collectors:
         return LocalCrew(config, make_envs, spaces, saved)
+    # What a lost process means, our log says in one line.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         from fastrl.dqn_ray import RayCrew
     except ImportError as error:
@@ -233,6 +240,8 @@ def check_installed(config: DqnConfig, network: str) -> None:
 
 
 def record(report: Report, logger: RunLogger) -> None:
+    for detail in report.details:
+        logger.info(detail, show=False)
     for note in report.notes:
         logger.info(note)
     for step, episode in report.episodes:
@@ -307,8 +316,8 @@ def announce(run: Run, saved: dict[str, Any] | None) -> None:
         f"DQN on {config.env_id}: {collectors}{config.num_envs} envs ({config.backend}), {network['name']} with "
         f"{parameters:,} parameters, replay buffer of {config.buffer_size:,}, {config.kernels} kernels"
     )
-    for role, place in run.crew.members().items():
-        logger.info(f"{role}: {place}", show=False)
+    if not config.num_collectors:
+        logger.info(f"all roles are pid {os.getpid()} on {socket.gethostname()} ({config.device})", show=False)
     logger.info(f"writing to {run.run_dir}")
     if saved:
         logger.info(f"resumed at step {saved['global_step']:,}")

@@ -7,7 +7,7 @@ and never loads PyTorch, which takes several times the memory of all the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -72,7 +72,9 @@ class Report(NamedTuple):
     rows: list[tuple[dict[str, float], dict[str, float]]]
     """Metrics and seconds by phase, as `RunLogger.iteration` takes them: one for each `log_every` steps passed."""
     notes: list[str]
-    """What people should know: processes that failed, and so on."""
+    """What people should see: processes that failed, and so on."""
+    details: Sequence[str] = ()
+    """What only the log keeps: where processes are."""
 
 
 class Spaces(NamedTuple):

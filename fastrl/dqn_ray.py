@@ -389,6 +389,8 @@ class RayCrew:
         self._games: dict[ray.ObjectRef, _Member] = {}
         self._begun: dict[ray.ObjectRef, _Member] = {}
         self._notes: list[str] = []
+        self._details: list[str] = []
+        self._metrics: dict[str, float] = {}
         self._failed_at: deque[float] = deque()
         self._watched = time.monotonic()
         self._state: Any = training_state(saved) if saved else None
@@ -452,8 +454,9 @@ class RayCrew:
             if report is not None or time.monotonic() > end:
                 break
         report = report or Report(self._step, self._done, [], [], [], [])
-        notes, self._notes = self._notes, []
-        return report._replace(notes=[*notes, *report.notes])
+        report = report._replace(notes=[*self._notes, *report.notes], details=self._details)
+        self._notes, self._details = [], []
+        return report
 
     def evaluations(self, keep_going: Callable[[], bool]) -> Iterator[tuple[Snapshot, list[Episode]]]:
         if self._done and self.pending:
@@ -480,11 +483,26 @@ class RayCrew:
                 self._lost(self._learner, error)
 
     def members(self) -> dict[str, str]:
-        return {member.name: str(member.place) for member in self._members if member.place}
+        work = {self._learner.name: self._learner_work()}
+        for i, member in enumerate(self._collectors):
+            speed = self._metrics.get(f"sps_collector_{i}", self._metrics.get("sps", 0.0))
+            work[member.name] = f"{speed:,.0f} steps/s"
+        judging = {member.name: snapshot for member, snapshot in self._jobs.values()}
+        for member in self._evaluators:
+            snapshot = judging.get(member.name)
+            work[member.name] = f"judging step {snapshot.global_step:,}" if snapshot else "waiting for a snapshot"
+        return {
+            member.name: f"{work.get(member.name, 'holding transitions')}, {member.place.rss_bytes / 1e6:,.0f} MB, "
+            f"{member.place}" if member.place else "starting"
+            for member in self._members
+        }  # fmt: skip
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Resident memory by role."""
-        return {member.name: member.place.rss_bytes for member in self._members if member.place}
+    def _learner_work(self) -> str:
+        metrics = self._metrics
+        return (
+            f"{metrics.get('updates_per_s', 0):,.0f} updates/s, weights {metrics.get('weight_version', 0):,.0f} "
+            f"(lag {metrics.get('weight_lag', 0):.1f})"
+        )
 
     def close(self) -> None:
         for member in self._members:
@@ -551,6 +569,7 @@ class RayCrew:
                     self._step, self._done = report.global_step, report.done
                     self._episodes += len(report.episodes)
                     self.pending.extend(report.snapshots)
+                    self._metrics = report.rows[-1][0] if report.rows else self._metrics
                     return report
         return None
 
@@ -598,7 +617,7 @@ class RayCrew:
         if member.place and member.place.pid != place.pid:
             self._fail(member, "its process is gone")
         if member.place is None:
-            self._notes.append(f"{member.name} is {place}")
+            self._details.append(f"{member.name} is {place}")
             if member.begin:
                 self._begun[member.handle.begin.remote(*member.begin())] = member
         member.place, member.seen = place, time.monotonic()

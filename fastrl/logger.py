@@ -118,6 +118,10 @@ class RunLogger:
         """Move the live display within an iteration. Cheap enough for every vector step."""
         self._progress.step = global_step
 
+    def roles(self, lines: Mapping[str, str]) -> None:
+        """What each process of a run does, for the live display: role -> one line."""
+        self._progress.roles = dict(lines)
+
     def episode(self, episode: Episode, global_step: int) -> None:
         """Record one finished game. `global_step`: the steps taken when it ended, its last one included."""
         self._num_episodes += 1
@@ -245,6 +249,7 @@ class _Progress:
 
     def __init__(self, total: int, start: int, quiet: bool) -> None:
         self.step = start
+        self.roles: dict[str, str] = {}
         self._total = total
         self._console = _LastingConsole(quiet=quiet, highlight=False, soft_wrap=True)
         self._times = deque([(time.monotonic(), start)], maxlen=20)
@@ -324,15 +329,17 @@ class _Progress:
             ProgressBar(total=max(self._total, 1), completed=self.step, width=30),
             Text(f"{self._share():.1%}"),
         )
-        if not self._shown:
-            return Group(head, Text("first iteration under way; numbers follow when it is done", style="dim"))
         facts = Table.grid(padding=(0, 2))
+        if not self._shown:
+            facts.add_row(Text("first iteration under way; numbers follow when it is done", style="dim"))
         rows = (("mean return", "return"), ("speed", "speed"), ("time left", "left"))
-        for name, key in rows:
+        for name, key in rows if self._shown else ():
             facts.add_row(Text(name, style="dim"), Text(self._shown[key]))
         if self._phases:
             phases = "  ".join(f"{phase} {seconds:.2f} s" for phase, seconds in self._phases.items())
             facts.add_row(Text("last iteration", style="dim"), Text(phases))
+        for role, line in self.roles.items():
+            facts.add_row(Text(role, style="dim"), Text(line))
         return Group(head, facts)
 
 
